@@ -1,0 +1,1 @@
+"""The words every room speaks: plain typed data, no torch."""

@@ -1,0 +1,182 @@
+"""One configuration, resolved once.
+
+A field here is one description, one range, one flag and one tuner dimension: the command line, the
+documentation and (later) the tuner are generated from these models, never written beside them.
+Flag names are SGLang's where SGLang has one, so that a launch script carries over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tetrad.core.errors import ConfigError, nearest
+
+
+class Config(BaseModel):
+    """A frozen model whose unknown keys are errors that name the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Any:
+        """Build from flag values; a mistake is a ConfigError of one sentence."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(_sentence(error, cls)) from None
+
+
+def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "configuration"
+    if first["type"] == "extra_forbidden":
+        return f"Unknown option {name!r}.{nearest(name, cls.model_fields)}"
+    flag = "--" + name.replace("_", "-")
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{flag} {first['input']}: {message[0].lower()}{message[1:]}."
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    group: str = "Server",
+    tune: bool = False,
+    **limits: Any,
+) -> Any:
+    """Declare one field: description, range (`ge`, `le`, `gt`), extra flag names, help group.
+
+    `tune` marks a dimension that the tuner may vary.
+    """
+    extra = {"aliases": list(aliases), "group": group, "tune": tune}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class ServeConfig(Config):
+    """What `tetrad serve` was asked. None means "resolved from the model and the machine"."""
+
+    model: Path | None = option(
+        None,
+        "Model folder (config.json, safetensors, tokenizer.json). Default: the embedded model.",
+        group="Model",
+    )
+    served_model_name: str | None = option(
+        None, "Name clients use for the model. Default: the folder's name.", group="Model"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where to run; auto takes the GPU when there is one.", group="Model"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto",
+        "Type of activations and of weights that are not quantised; auto is float32 on a CPU and "
+        "bfloat16 on a GPU.",
+        group="Model",
+    )
+    context_length: int | None = option(
+        None,
+        "Longest prompt plus output in tokens. Default: max_position_embeddings of the model.",
+        group="Model",
+        ge=1,
+    )
+    tp: int = option(
+        1,
+        "Number of GPUs that share each layer (tensor parallel). Only 1 in this version.",
+        aliases=("--tp-size", "--tensor-parallel-size"),
+        group="Model",
+        ge=1,
+    )
+    chat_template: Path | None = option(
+        None, "Jinja file that replaces the model's chat template.", group="Model"
+    )
+    reasoning_parser: Literal["auto", "none", "glm45"] = option(
+        "auto",
+        "How reasoning is split from the answer; auto looks for <think> in the chat template.",
+        group="Model",
+    )
+    tool_call_parser: Literal["auto", "none", "glm47"] = option(
+        "auto",
+        "How tool calls are read from the text; auto looks for <tool_call> in the chat template.",
+        group="Model",
+    )
+    sampling_defaults: Literal["model", "openai"] = option(
+        "model",
+        "Defaults of sampling fields a request leaves out: the model's generation_config.json, or "
+        "OpenAI's (temperature 1, top_p 1).",
+        group="Model",
+    )
+
+    max_running_requests: int | None = option(
+        None,
+        "Most sequences in one step. Default: as many as the cache can serve, at most 256.",
+        group="Scheduling",
+        tune=True,
+        ge=1,
+        le=65536,
+    )
+    chunked_prefill_size: int = option(
+        2048,
+        "Token budget of one step; a longer prompt is computed in several steps.",
+        group="Scheduling",
+        tune=True,
+        ge=1,
+        le=1_000_000,
+    )
+    max_queued_requests: int | None = option(
+        None,
+        "Requests that may wait; one more is refused with 503 and Retry-After. Default: no limit.",
+        group="Scheduling",
+        ge=0,
+    )
+    mem_fraction_static: float | None = option(
+        None,
+        "Share of the device's memory for weights and cache. Default: 0.85 on a GPU, 0.3 on a CPU.",
+        group="Memory",
+        tune=True,
+        gt=0.0,
+        le=1.0,
+    )
+    max_total_tokens: int | None = option(
+        None,
+        "Caps the tokens the cache holds, whatever the memory. Default: what memory allows, but no "
+        "more than max_running_requests contexts.",
+        group="Memory",
+        ge=64,
+    )
+    disable_radix_cache: bool = option(
+        False, "Do not keep finished prefixes for later requests.", group="Memory", tune=True
+    )
+
+    moe_runner_backend: str = option(
+        "auto", "Backend of the routed experts.", group="Kernels", tune=True
+    )
+    attention_backend: str = option("auto", "Backend of attention.", group="Kernels", tune=True)
+    random_seed: int = option(
+        0, "Seed of requests that bring none of their own.", group="Kernels", ge=0, le=2**63 - 1
+    )
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: Port = option(30000, "Port to listen on; 0 takes a free one.")
+    api_key: str | None = option(
+        None, "Clients must send this key as a bearer token. Also read from TETRAD_API_KEY."
+    )
+    startup_timeout: float = option(
+        600.0, "Seconds the engine may take to load before the server gives up.", gt=0
+    )
+    step_timeout: float = option(
+        300.0,
+        "Seconds one engine step may take before the server reports it as stuck and ends.",
+        gt=0,
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds that running requests get to finish after SIGTERM.", ge=0
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe log line to print."
+    )

@@ -1,0 +1,142 @@
+"""What the API process and the engine process say to each other.
+
+A message travels as two ZeroMQ frames: the class name and the msgpack body of the dataclass.
+Every class that may travel is in `MESSAGES`; nothing else is decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tetrad.core.request import Request, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequests:
+    """API → engine: start these."""
+
+    requests: list[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """API → engine: forget these and free what they hold. Unknown ids are ignored."""
+
+    rids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """API → engine: a question answered by one `Reply`. Names: flush_cache, state."""
+
+    call_id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """API → engine: end. The API has already drained its requests; what is left is aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A reading of the engine, sent with every batch of outputs and every heartbeat."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    used_pages: int = 0
+    """Pages held by live requests."""
+    cached_pages: int = 0
+    """Pages kept only for the prefix cache; they can be evicted."""
+    total_pages: int = 0
+    prompt_tokens_total: int = 0
+    """Prompt tokens computed or taken from the cache since start."""
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    nonfinite_total: int = 0
+    steps_total: int = 0
+    gen_throughput: float = 0.0
+    """Generated tokens per second over the last second or so."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """Engine → API, once: the model is loaded. `info` is what /server_info shows of the engine:
+    resolved limits, memory, chosen backends with reasons and refusals."""
+
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProgress:
+    """Engine → API while starting: what it is doing, for the console and for /health."""
+
+    phase: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Engine → API after a step that gave someone something."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Engine → API at least once a second, also while a long step has not ended: sent by a thread
+    that watches the step loop. `step_age_s` is how long the current step has been running."""
+
+    step_age_s: float
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Engine → API: the answer to a `Call`."""
+
+    call_id: int
+    ok: bool
+    text: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """Engine → API, last words: why it ends and with which exit code."""
+
+    reason: str
+    exit_code: int
+
+
+Message = (
+    AddRequests
+    | AbortRequests
+    | Call
+    | Shutdown
+    | EngineReady
+    | EngineProgress
+    | StepOutputs
+    | Heartbeat
+    | Reply
+    | EngineDied
+)
+
+MESSAGES: dict[str, type[Message]] = {
+    cls.__name__: cls
+    for cls in (
+        AddRequests,
+        AbortRequests,
+        Call,
+        Shutdown,
+        EngineReady,
+        EngineProgress,
+        StepOutputs,
+        Heartbeat,
+        Reply,
+        EngineDied,
+    )
+}

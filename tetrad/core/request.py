@@ -1,0 +1,96 @@
+"""What a client asks for, and what the engine sends back, as plain data.
+
+A request has *known* tokens (prompt and what was generated) and *computed* tokens (those whose
+keys are in the cache); there are no phases. Text never enters the engine: the server tokenises,
+detokenises and looks for stop strings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token. Defaults are the neutral element of each rule."""
+
+    max_new_tokens: int = 128
+    """At most this many tokens are generated (>= 1)."""
+    min_new_tokens: int = 0
+    """End tokens are not sampled before this many tokens were generated."""
+    temperature: float = 1.0
+    """0 is greedy (lowest token id on ties)."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = 0
+    """Keep this many tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the best token's probability; in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divide positive (multiply negative) logits of every token seen in prompt or output; > 0."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that was generated; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence from the logit of each generated token; in [-2, 2]."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids before anything else."""
+    seed: int | None = None
+    """Same seed, same prompt, same text, whatever else is in the batch. None: the engine draws one."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after one of these; the token is not part of the text."""
+    ignore_eos: bool = False
+    """Do not end at the model's end tokens (stop_token_ids still end it)."""
+    num_logprobs: int | None = None
+    """None: no logprobs. 0: of the sampled token. n: also of the n most probable tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `rid` is unique among live requests."""
+
+    rid: str
+    prompt_ids: tuple[int, ...]
+    """Token ids, at least one."""
+    sampling: SamplingParams
+    priority: int = 0
+    """Reserved for scheduling policies; requests are served first come, first served."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities (natural log, of the unmodified model distribution) at one position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the most probable tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request ended."""
+
+    reason: FinishReason
+    matched_token: int | None = None
+    """The end token that matched, for reason "stop"."""
+    message: str = ""
+    """For "error" and "abort": one sentence for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to one request."""
+
+    rid: str
+    token_ids: tuple[int, ...]
+    """New tokens of this step, end token included."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per new token when asked for, else empty."""
+    finish: Finish | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache."""
+    num_preemptions: int = 0

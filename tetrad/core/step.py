@@ -1,0 +1,85 @@
+"""The step is a value: the scheduler writes a `StepPlan`, the runner answers with a `StepResult`.
+
+Both are plain data, so the scheduler is tested without torch, the runner without a scheduler and
+the cost model without either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tetrad.core.request import SamplingParams, TokenLogprob
+
+PAGE_TOKENS = 64
+"""Tokens per cache page. One constant: kernels, scheduler and cache layout agree on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceWork:
+    """The tokens one sequence computes in this step.
+
+    Tokens `start .. start + len(token_ids)` of the sequence are computed; their keys go to the
+    slots `pages[i // PAGE_TOKENS] * PAGE_TOKENS + i % PAGE_TOKENS`.
+    """
+
+    rid: str
+    token_ids: tuple[int, ...]
+    """At least one."""
+    start: int
+    """Position of token_ids[0]; everything before it is in the cache already."""
+    pages: tuple[int, ...]
+    """Page ids of the whole sequence, enough for start + len(token_ids) tokens."""
+    sample: SampleWork | None
+    """None while a prompt is only partly computed: nothing is sampled."""
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens in the cache after this step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleWork:
+    """What the sampler needs to know of one sequence."""
+
+    params: SamplingParams
+    seed: int
+    """The request's seed, or the one the engine drew for it."""
+    num_generated: int
+    """Tokens generated so far; with `seed` it fixes this draw, whatever the batch."""
+    history_ids: tuple[int, ...] = ()
+    """Prompt and output ids when a penalty needs them, else empty."""
+    num_prompt: int = 0
+    """How many of `history_ids` are prompt."""
+    banned_ids: tuple[int, ...] = ()
+    """End tokens that must not be sampled yet (min_new_tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass: every sequence that computes tokens in it, decodes and prompt chunks alike."""
+
+    sequences: tuple[SequenceWork, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What the step gave one sequence that sampled."""
+
+    rid: str
+    token_id: int
+    """-1 when `is_finite` is false."""
+    is_finite: bool
+    """False: the logits held NaN or infinity; the request must fail."""
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry per sequence of the plan that had `sample`, in the plan's order."""
+
+    sampled: tuple[SampledToken, ...]
