@@ -1,0 +1,55 @@
+# Everything runs in .venv; each target sets it up first. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# With an NVIDIA GPU pip's default torch is the right one. Without, the CPU release is enough; where
+# pip would still fetch a CUDA build, TORCH_ARGS can name another index (see README).
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 1)
+ifeq ($(HAS_GPU),1)
+TORCH := "torch>=2.11,<2.15"
+EXTRAS := dev,gpu
+else
+TORCH := torch==2.13.0
+EXTRAS := dev
+endif
+TORCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test gpu-test lint types fmt clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Tetrad needs Python 3.11 or newer; set PYTHON=python3.12 or the like." if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV) (a few minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(READY) ## Serve the embedded model, ask it a question, benchmark it
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+test: $(READY) ## Run every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+gpu-test: $(READY) ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(READY) ## Check style (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## Check types (mypy, strict)
+	$(BIN)/mypy
+
+fmt: $(READY) ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,130 @@
+"""Imports go one way. The table is the picture of docs/architecture.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.house.source import PACKAGE, Import, imports, module_name, python_files
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "data": set(),
+    "formats": {"core"},
+    "kernels": {"core", "formats"},
+    "layers": {"core", "formats", "kernels"},
+    "models": {"core", "formats", "kernels", "layers"},
+    "engine": {"core", "kernels", "layers", "models"},
+    "server": {"core", "engine", "data"},
+    "bench": {"core"},
+    "cli": {"core", "data", "formats", "kernels", "models", "engine", "server", "bench"},
+}
+TORCH_FREE_ENGINE = {"client", "wire", "scheduler", "blocks", "prefix"}
+STANDARD = set(sys.stdlib_module_names)
+
+
+def room(module: str) -> str:
+    """The room of a dotted name inside tetrad; "" for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def tetrad_imports() -> list[Import]:
+    found = [i for path in python_files() for i in imports(path)]
+    return [i for i in found if i.module.split(".")[0] == "tetrad"]
+
+
+def test_every_room_is_in_the_table():
+    rooms = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
+    assert rooms == set(MAY_IMPORT)
+
+
+def test_no_import_runs_back_up():
+    wrong = [
+        str(i)
+        for i in tetrad_imports()
+        if (target := room(i.module))
+        and (home := room(module_name(i.path)))
+        and target != home
+        and target not in MAY_IMPORT[home]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_of_tetrad_hides_inside_a_function_outside_cli():
+    wrong = [
+        str(i) for i in tetrad_imports() if i.in_function and room(module_name(i.path)) != "cli"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_needs_only_the_standard_library_and_pydantic():
+    allowed = STANDARD | {"pydantic", "tetrad"}
+    wrong = [
+        str(i)
+        for path in python_files(PACKAGE / "core")
+        for i in imports(path)
+        if i.module.split(".")[0] not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_must_not_know_torch_does_not():
+    files: list[Path] = [
+        *python_files(PACKAGE / "server"),
+        *python_files(PACKAGE / "bench"),
+        *sorted((PACKAGE / "kernels").glob("*/contract.py")),
+        *(PACKAGE / "engine" / f"{name}.py" for name in sorted(TORCH_FREE_ENGINE)),
+    ]
+    wrong = [
+        str(i)
+        for path in files
+        for i in imports(path)
+        if i.module.split(".")[0] in {"torch", "triton", "transformers"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_the_oracle():
+    wrong = [
+        str(i)
+        for path in python_files()
+        for i in imports(path)
+        if i.module.split(".")[0] == "transformers"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles():
+    graph: dict[str, set[str]] = {module_name(p): set() for p in python_files()}
+    for i in tetrad_imports():
+        if not i.for_types_only and i.module in graph:
+            graph[module_name(i.path)].add(i.module)
+    cycle = find_cycle(graph)
+    assert not cycle, " -> ".join(cycle)
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle as a list of modules, or []."""
+    done: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> list[str]:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return []
+        for nxt in sorted(graph[node]):
+            if cycle := visit(nxt, [*trail, node]):
+                return cycle
+        done.add(node)
+        return []
+
+    for start in sorted(graph):
+        if cycle := visit(start, []):
+            return cycle
+    return []
+
+
+def test_find_cycle_finds_one():
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert find_cycle({"a": {"b"}, "b": set()}) == []

@@ -1,0 +1,50 @@
+"""The root holds little, the package ships what it needs and nothing large."""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.house.source import ROOT
+
+ROOT_FILES = {
+    ".gitignore",
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+}
+ROOT_FOLDERS = {".ci", "benchmarks", "docs", "examples", "tests", "tetrad"}
+EMBEDDED_MODEL_CAP_BYTES = 12_000_000
+
+
+def tracked() -> list[str]:
+    listing = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = listing.stdout.splitlines()
+    assert names
+    return names
+
+
+def test_the_root_holds_only_what_it_should():
+    roots = {name.split("/")[0] for name in tracked() if "/" not in name}
+    folders = {name.split("/")[0] for name in tracked() if "/" in name}
+    assert roots <= ROOT_FILES
+    assert folders <= ROOT_FOLDERS
+
+
+def test_the_embedded_model_is_whole_and_small():
+    folder = ROOT / "tetrad" / "data" / "abacus"
+    names = {p.name for p in folder.iterdir()}
+    assert {
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "hf_quant_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= names
+    assert sum(p.stat().st_size for p in folder.iterdir()) < EMBEDDED_MODEL_CAP_BYTES

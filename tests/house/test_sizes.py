@@ -1,0 +1,46 @@
+"""Functions and files stay small enough to read; the whole stays within a budget."""
+
+from __future__ import annotations
+
+import statistics
+
+from tests.house.source import PACKAGE, ROOT, functions, python_files
+
+FUNCTION_CAP_LINES = 60
+FUNCTION_P90_LINES = 35
+FUNCTION_MEDIAN_LINES = 10
+FILE_CAP_LINES = 400
+TEST_FILE_CAP_LINES = 600
+PACKAGE_BUDGET_LINES = 15_000
+"""Changed only by an edit with a reason."""
+
+
+def test_no_function_is_longer_than_the_cap():
+    wrong = [
+        str(f) for p in python_files() for f in functions(p) if f.num_lines > FUNCTION_CAP_LINES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions_are_short():
+    lengths = sorted(f.num_lines for p in python_files() for f in functions(p))
+    assert statistics.median(lengths) <= FUNCTION_MEDIAN_LINES
+    assert lengths[int(0.9 * len(lengths))] <= FUNCTION_P90_LINES
+
+
+def num_lines(path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_no_file_is_longer_than_the_cap():
+    wrong = [
+        f"{p.relative_to(ROOT)}: {n} lines"
+        for folder, cap in ((PACKAGE, FILE_CAP_LINES), (ROOT / "tests", TEST_FILE_CAP_LINES))
+        for p in python_files(folder)
+        if (n := num_lines(p)) > cap
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_package_stays_within_its_budget():
+    assert sum(num_lines(p) for p in python_files()) <= PACKAGE_BUDGET_LINES
