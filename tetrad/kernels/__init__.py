@@ -1,0 +1,1 @@
+"""One folder per op: contract (no torch), reference (plain torch), check, and backends."""

@@ -1,0 +1,162 @@
+"""Which cached tokens each query row of a step may see.
+
+A step holds S sequences of different lengths. A kernel reads that from `query_start`, `kv_lens` and
+`page_table` directly. Plain torch needs rectangles, so `Ragged.blocks` cuts the step into a few
+padded ones, once per step for all layers and ops: single-token rows together, prompt chunks with
+others of about their length, none larger than `MAX_BLOCK_PAIRS` (query, key) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tetrad.core.step import PAGE_TOKENS
+
+MAX_BLOCK_PAIRS = 1 << 20
+"""Bounds the score matrix of one block: 2**20 pairs x 64 heads x 4 bytes = 256 MiB."""
+
+_FREE_PADDING_PAIRS = 1 << 14
+"""Padding below this many pairs costs less than one more block of small torch calls."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A padded rectangle of G query runs with Q rows each, seeing M keys each."""
+
+    rows: Tensor
+    """[G, Q] int64, row of the step; padded rows repeat the run's first row."""
+    slots: Tensor
+    """[G, M] int64, cache slot of key position m; positions past the run's last key repeat it, so
+    that only written slots are ever read."""
+    mask: Tensor
+    """[G, Q, M] fp32, 0 where row q sees key m, -inf where it does not."""
+    is_whole: bool
+    """The block is the whole step in order, one row a sequence: nothing to gather or scatter."""
+    kept: Tensor | None
+    """[n] int64 into the flattened [G * Q] rows: those that are not padding. None: all of them."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Rows of `values` [T, ...] as [G, Q, ...]."""
+        return values.unsqueeze(1) if self.is_whole else values[self.rows]
+
+    def scatter(self, values: Tensor, out: Tensor) -> None:
+        """Write `values` [G, Q, ...] to the rows of `out` [T, ...] they belong to."""
+        flat, rows = values.flatten(0, 1), self.rows.flatten()
+        if self.kept is not None:
+            flat, rows = flat[self.kept], rows[self.kept]
+        out[rows] = flat
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive query rows of one sequence."""
+
+    sequence: int
+    row: int
+    num_rows: int
+    num_keys: int
+    """Keys the last row sees; the row before it sees one fewer, and so on."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The lengths and pages of the sequences of one step.
+
+    Row `query_start[s] + i` of sequence s stands at position `kv_lens[s] - query_lens[s] + i` and
+    sees the keys at positions 0 up to its own.
+    """
+
+    query_start: Tensor
+    """[S + 1] int32."""
+    kv_lens: Tensor
+    """[S] int32, tokens in the cache once this step's keys are written."""
+    page_table: Tensor
+    """[S, max_pages] int32."""
+    query_lens: tuple[int, ...]
+    """Host twin of the differences of `query_start`."""
+    kv_lens_host: tuple[int, ...]
+    """Host twin of `kv_lens`."""
+
+    @property
+    def max_kv_len(self) -> int:
+        return max(self.kv_lens_host)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The step as padded rectangles; every row is in exactly one."""
+        groups = _pack(_runs(self.query_lens, self.kv_lens_host))
+        return tuple(self._block(group) for group in groups)
+
+    @cached_property
+    def row_pages(self) -> Tensor:
+        """[T, max_pages] int64: the page table of each row's sequence, times PAGE_TOKENS."""
+        pages = self.page_table.long() * PAGE_TOKENS
+        if all(n == 1 for n in self.query_lens):
+            return pages
+        repeats = torch.tensor(self.query_lens, device=pages.device)
+        return pages.repeat_interleave(repeats, dim=0, output_size=sum(self.query_lens))
+
+    def row_slots(self, positions: Tensor) -> Tensor:
+        """Cache slots of key `positions` [T, N] (>= 0), each in its row's sequence. [T, N]."""
+        return self.row_pages.gather(1, positions // PAGE_TOKENS) + positions % PAGE_TOKENS
+
+    def _block(self, runs: list[_Run]) -> Block:
+        device = self.page_table.device
+        num_rows = max(run.num_rows for run in runs)
+        num_keys = max(run.num_keys for run in runs)
+        # One transfer for all of the block's small integers.
+        table = torch.tensor(
+            [(r.sequence, r.row, r.num_rows, r.num_keys) for r in runs], device=device
+        )
+        sequence, row, rows_each, keys_each = table.unsqueeze(-1).unbind(1)
+        query = torch.arange(num_rows, device=device)
+        key = torch.arange(num_keys, device=device)
+        position = key.minimum(keys_each - 1)
+        pages = self.page_table[sequence.squeeze(1)].long()
+        slots = pages.gather(1, position // PAGE_TOKENS) * PAGE_TOKENS + position % PAGE_TOKENS
+        is_row = query < rows_each
+        last_key = (keys_each - rows_each + query).minimum(keys_each - 1)
+        hidden = key > last_key.unsqueeze(-1)
+        is_padded = any(run.num_rows != num_rows for run in runs)
+        return Block(
+            rows=torch.where(is_row, row + query, row),
+            slots=slots,
+            mask=torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf),
+            is_whole=num_rows == 1 and [r.row for r in runs] == list(range(sum(self.query_lens))),
+            kept=is_row.flatten().nonzero().squeeze(1) if is_padded else None,
+        )
+
+
+def _runs(query_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> list[_Run]:
+    """Cut long prompt chunks so that no run alone exceeds MAX_BLOCK_PAIRS."""
+    runs, row = [], 0
+    for sequence, (query_len, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
+        step = max(1, MAX_BLOCK_PAIRS // kv_len)
+        for start in range(0, query_len, step):
+            count = min(step, query_len - start)
+            runs.append(_Run(sequence, row + start, count, kv_len - query_len + start + count))
+        row += query_len
+    return runs
+
+
+def _pack(runs: list[_Run]) -> list[list[_Run]]:
+    """Group runs of like length: padding at most doubles the pairs of a group."""
+    groups: list[list[_Run]] = []
+    useful = 0
+    for run in sorted(runs, key=lambda r: r.num_rows):
+        pairs = run.num_rows * run.num_keys
+        if groups:
+            group = [*groups[-1], run]
+            padded = len(group) * run.num_rows * max(r.num_keys for r in group)
+            is_cheap = padded <= max(2 * (useful + pairs), _FREE_PADDING_PAIRS)
+            if is_cheap and padded <= MAX_BLOCK_PAIRS:
+                groups[-1].append(run)
+                useful += pairs
+                continue
+        groups.append([run])
+        useful = pairs
+    return groups

@@ -1,0 +1,1 @@
+"""Building blocks of the models: each holds its weights and calls ops."""
