@@ -78,6 +78,16 @@ class EngineProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """Engine → API: a request of `AddRequests` was not taken; the fields of its RequestError."""
+
+    rid: str
+    message: str
+    http_status: int
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutputs:
     """Engine → API after a step that gave someone something."""
 
@@ -110,6 +120,8 @@ class EngineDied:
 
     reason: str
     exit_code: int
+    kind: str = "EngineDiedError"
+    """Class of core.errors that the API process raises: a UserError keeps its class."""
 
 
 Message = (
@@ -119,6 +131,7 @@ Message = (
     | Shutdown
     | EngineReady
     | EngineProgress
+    | RequestRefused
     | StepOutputs
     | Heartbeat
     | Reply
@@ -134,6 +147,7 @@ MESSAGES: dict[str, type[Message]] = {
         Shutdown,
         EngineReady,
         EngineProgress,
+        RequestRefused,
         StepOutputs,
         Heartbeat,
         Reply,
