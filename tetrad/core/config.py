@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.config import JsonDict
 
 from tetrad.core.errors import ConfigError, nearest
 
@@ -46,13 +47,15 @@ def option(
     aliases: tuple[str, ...] = (),
     group: str = "Server",
     tune: bool = False,
+    env: str | None = None,
     **limits: Any,
 ) -> Any:
     """Declare one field: description, range (`ge`, `le`, `gt`), extra flag names, help group.
 
-    `tune` marks a dimension that the tuner may vary.
+    `tune` marks a dimension that the tuner may vary; `env` names the environment variable that the
+    command line reads when the flag is absent (for secrets only).
     """
-    extra = {"aliases": list(aliases), "group": group, "tune": tune}
+    extra: JsonDict = {"aliases": list(aliases), "group": group, "tune": tune, "env": env}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -65,6 +68,7 @@ class ServeConfig(Config):
     model: Path | None = option(
         None,
         "Model folder (config.json, safetensors, tokenizer.json). Default: the embedded model.",
+        aliases=("--model-path",),
         group="Model",
     )
     served_model_name: str | None = option(
@@ -164,7 +168,7 @@ class ServeConfig(Config):
     host: str = option("127.0.0.1", "Address to listen on.")
     port: Port = option(30000, "Port to listen on; 0 takes a free one.")
     api_key: str | None = option(
-        None, "Clients must send this key as a bearer token. Also read from TETRAD_API_KEY."
+        None, "Clients must send this key as a bearer token.", env="TETRAD_API_KEY"
     )
     startup_timeout: float = option(
         600.0, "Seconds the engine may take to load before the server gives up.", gt=0
