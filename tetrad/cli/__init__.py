@@ -1,0 +1,1 @@
+"""The door: one command, a few verbs, one file each."""

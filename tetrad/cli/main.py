@@ -1,0 +1,112 @@
+"""`tetrad`: finds the verb, runs it, and turns what went wrong into a sentence and an exit code.
+
+Verbs are named by import path, so that `tetrad --help` imports none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from cyclopts import App, CycloptsError, UnknownOptionError
+
+from tetrad import __version__
+from tetrad.core.errors import TetradError, UserError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+app = App(
+    name="tetrad",
+    help="Serve NVFP4 mixture-of-experts models of the GLM-5 class, and measure them.",
+    version=f"tetrad {__version__}",
+    help_format="plaintext",
+    version_format="plaintext",
+)
+app.command(
+    "tetrad.cli.serve:serve",
+    name="serve",
+    help="Serve a model over HTTP: OpenAI's API and SGLang's native routes.\n\n"
+    "Without MODEL it serves Abacus, the tiny model that ships with Tetrad and can add. SIGTERM "
+    "lets running requests finish.",
+    sort_key=1,
+)
+app.command(
+    "tetrad.cli.chat:chat",
+    name="chat",
+    help="Ask a model one question, or talk with it; starts a server when none is running.",
+    sort_key=2,
+)
+app.command(bench := App(name="bench", help="Measure a server.", sort_key=3))
+bench.command(
+    "tetrad.cli.bench_serve:bench_serve",
+    name="serve",
+    help="Put load on a running server and print what it did.",
+)
+app.command(
+    "tetrad.cli.eval:evaluate",
+    name="eval",
+    help="Count how many held-out problems a model answers exactly right.",
+    sort_key=4,
+)
+app.command(
+    "tetrad.cli.quantize:quantize",
+    name="quantize",
+    help="Turn a bf16 checkpoint into an NVFP4 one.",
+    sort_key=5,
+)
+app.command(
+    "tetrad.cli.doctor:doctor",
+    name="doctor",
+    help="Show this machine, what can run on it, and why something cannot.",
+    sort_key=6,
+)
+
+
+def main() -> int:
+    """Entry point of the console script. Returns the exit code; bugs keep their traceback."""
+    try:
+        return run(sys.argv[1:])
+    except TetradError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left; without this the interpreter would complain when it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def run(tokens: list[str]) -> int:
+    """Run one command line. A mistake in it is a UserError that names what would work."""
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnknownOptionError as error:
+        if (longer := _expand(tokens, error)) is not None:
+            return run(longer)
+        raise UserError(_sentence(error)) from None
+    except CycloptsError as error:
+        raise UserError(_sentence(error)) from None
+    return result if isinstance(result, int) else 0
+
+
+def _expand(tokens: list[str], error: UnknownOptionError) -> list[str] | None:
+    """Replace an abbreviated flag of `bench` by the one it begins, as argparse tools accept it."""
+    short = (error.token.keyword or "").partition("=")[0]
+    if not error.command_chain or error.command_chain[0] != "bench" or len(short) < 4:
+        return None
+    flags = {name for argument in error.argument_collection for name in argument.names}
+    longer = [name for name in flags if name.startswith(short)]
+    if len(longer) != 1:
+        return None
+    return [_replace(token, short, longer[0]) for token in tokens]
+
+
+def _replace(token: str, short: str, longer: str) -> str:
+    flag, equals, value = token.partition("=")
+    return longer + equals + value if flag == short else token
+
+
+def _sentence(error: CycloptsError) -> str:
+    return " ".join(str(error).split())
