@@ -11,13 +11,13 @@ Axis letters used in shapes all over the project:
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tetrad.core.errors import CheckpointError, nearest
+from tetrad.core.jsonfile import read_json_object
 
 MODEL_TYPES = ("glm_moe_dsa", "deepseek_v32")
 
@@ -131,13 +131,7 @@ class ModelArch:
         path = folder / "config.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} holds no config.json, so it is not a model folder.")
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path} must hold a JSON object, not {type(config).__name__}.")
-        return cls.from_config(config)
+        return cls.from_config(read_json_object(path))
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelArch:

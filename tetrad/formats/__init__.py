@@ -1,0 +1,1 @@
+"""What the stored bits of a weight mean, and how checkpoints name them."""
