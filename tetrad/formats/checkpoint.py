@@ -82,9 +82,13 @@ class Checkpoint:
         """Whether a tensor of this name is stored."""
         return name in self._catalogue
 
-    def stored(self, name: str) -> StoredTensor | None:
-        """What the header says about `name`; None when it is not stored."""
-        return self._catalogue.get(name)
+    def stored(self, name: str) -> StoredTensor:
+        """What the header says about `name`, which must be one of `names`."""
+        return self._catalogue[name]
+
+    def raw(self, name: str) -> Tensor:
+        """The stored bits of `name`, which must be one of `names`, as a tensor of any dtype."""
+        return self._place(self._catalogue[name])
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An unquantised tensor (norm, bias, router), in the dtype it is stored in.

@@ -6,8 +6,6 @@ for the person who serves the model, never another way to read.
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from tetrad.core.errors import CheckpointError
 from tetrad.core.jsonfile import read_json_object
 from tetrad.formats.naming import StoredFormat
+from tetrad.formats.patterns import Patterns
 from tetrad.formats.weights import FP8_BLOCK, NVFP4_BLOCK
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -25,28 +24,6 @@ _ALGOS: dict[str, StoredFormat] = {
     "FP8": "fp8_tensor",
     "FP8_PB_WO": "fp8_block",
 }
-
-
-class Patterns:
-    """Anchored glob patterns over HF module names: 'model.layers.1.*' does not match layer 10.
-
-    A pattern that begins with "re:" is a regular expression from the start of the name
-    (compressed-tensors' convention).
-    """
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        parts = [
-            f"(?:{p[3:]})" if p.startswith("re:") else f"(?:{fnmatch.translate(p)})"
-            for p in patterns
-        ]
-        try:
-            self._regex = re.compile("|".join(parts)) if parts else None
-        except re.error as error:
-            raise CheckpointError(f"A pattern of {list(patterns)} is invalid: {error}.") from error
-
-    def match(self, module: str) -> bool:
-        """Whether any pattern covers the whole of `module`."""
-        return self._regex is not None and self._regex.match(module) is not None
 
 
 class QuantMetadata:
