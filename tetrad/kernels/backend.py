@@ -1,0 +1,60 @@
+"""What a backend of an op is, and what its op needs to check it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tetrad.core.hardware import DeviceSnapshot
+from tetrad.kernels.contract import Case, Contract
+
+
+def _runs_anywhere(_device: DeviceSnapshot) -> str | None:
+    return None
+
+
+def _as_stored(weight: Any, _dtype: torch.dtype) -> Any:
+    return weight
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to compute an op. Calling the backend runs it."""
+
+    name: str
+    run: Callable[..., Any]
+    """The op, with the arguments of its contract."""
+    why_not: Callable[[DeviceSnapshot], str | None] = _runs_anywhere
+    """None, or one sentence: the fact that stops it here and what would cure it."""
+    prepare: Callable[[Any, torch.dtype], Any] = _as_stored
+    """Converts the contract's `prepared` argument once at load, given the activations' dtype. The
+    result has `nbytes`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How an op is tried out: inputs for a case, and the answer computed another way."""
+
+    inputs: Callable[[Case, torch.dtype, torch.device], dict[str, Any]]
+    """Arguments by name, seeded, weights as stored."""
+    expected: Callable[[dict[str, Any]], tuple[Tensor, ...]]
+    """The results in float64 (integers in int64) on the CPU, written token by token and sharing
+    nothing with any backend. Does not change its argument."""
+    outputs: Callable[[Any], tuple[Tensor, ...]] = lambda result: (result,)
+    """What to compare of what the op returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """Contract, check, and backends in order of preference."""
+
+    contract: Contract
+    check: Check
+    backends: Mapping[str, Backend]

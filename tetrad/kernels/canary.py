@@ -1,0 +1,39 @@
+"""The numeric check a backend must pass on this very device before it is used.
+
+Every backend, the reference too, is compared with the op's float64 check, which is written another
+way (row by row, in Python) and shares no code with it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.compare import Comparison, compare
+from tetrad.kernels.contract import CANARY_CASES, Case
+
+
+def try_case(
+    op: Op, backend: Backend, case: Case, dtype: torch.dtype, device: torch.device
+) -> tuple[Comparison, ...]:
+    """Run one case and compare each of its results."""
+    arguments = op.check.inputs(case, dtype, device)
+    expected = op.check.expected(arguments)
+    if name := op.contract.prepared:
+        arguments[name] = backend.prepare(arguments[name], dtype)
+    results = op.check.outputs(backend.run(**arguments))
+    return tuple(compare(ours, truth) for ours, truth in zip(results, expected, strict=True))
+
+
+def canary(op: Op, backend: Backend, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None when the contract's canary cases come out right, else one sentence."""
+    tolerance = op.contract.tolerance[str(dtype).removeprefix("torch.")]
+    for case in op.contract.cases[:CANARY_CASES]:
+        results = try_case(op, backend, case, dtype, device)
+        worst = max(result.relative_l2 for result in results)
+        if not all(result.passes(tolerance) for result in results):
+            return (
+                f"wrong numbers on this device: relative error {worst:.2g} in the case "
+                f"'{case.name}' where {tolerance:.2g} is allowed"
+            )
+    return None

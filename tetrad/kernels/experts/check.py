@@ -1,0 +1,52 @@
+"""Inputs of the routed experts, and the answer token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tetrad.kernels.backend import Check
+from tetrad.kernels.contract import Case
+from tetrad.kernels.draw import Draw
+from tetrad.kernels.experts.weights import ExpertWeights
+
+
+def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Tokens choose among the first `used` experts; the others stay empty."""
+    draw = Draw.of(case, dtype, device)
+    tokens, experts, hidden, width = case["T"], case["E"], case["D"], case["F"]
+    choices = [draw.permutation(case["used"])[: case["K"]] for _ in range(tokens)]
+    return {
+        "x": draw.normal(tokens, hidden),
+        "weight": ExpertWeights(
+            gate=draw.weights(case["format"], experts, width, hidden),
+            up=draw.weights(case["format"], experts, width, hidden),
+            down=draw.weights(case["down_format"], experts, hidden, width),
+        ),
+        "ids": torch.stack(choices),
+        "slot_weights": draw.uniform(tokens, case["K"]) + 0.1,
+        "shared": draw.normal(tokens, hidden) if case["shared"] else None,
+    }
+
+
+def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """For each token, for each of its experts, in float64."""
+    stored: ExpertWeights = inputs["weight"]
+    gate, up, down = (
+        w.dequantize(torch.float64).cpu() for w in (stored.gate, stored.up, stored.down)
+    )
+    x, slot_weights = inputs["x"].cpu().double(), inputs["slot_weights"].cpu().double()
+    out = torch.zeros_like(x)
+    if inputs["shared"] is not None:
+        out += inputs["shared"].cpu().double()
+    for token, experts in enumerate(inputs["ids"].tolist()):
+        for slot, expert in enumerate(experts):
+            gated = gate[expert] @ x[token]
+            hidden = gated / (1.0 + (-gated).exp()) * (up[expert] @ x[token])
+            out[token] += slot_weights[token, slot] * (down[expert] @ hidden)
+    return (out,)
+
+
+CHECK = Check(inputs, expected)

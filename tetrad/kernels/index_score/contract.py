@@ -1,0 +1,36 @@
+"""The indexer's score of every cached key for every query."""
+
+from __future__ import annotations
+
+from tetrad.kernels.contract import Argument, Contract, case, num_keys, num_rows, ragged_pairs
+
+CONTRACT = Contract(
+    name="index_score",
+    summary="sum over heads of weight * relu(query . key) for each key at or before the query",
+    arguments=(
+        Argument("queries", "[T, X, I]", "activation", "rotated indexer queries"),
+        Argument("weights", "[T, X]", "float32", "head weights with all constant factors in them"),
+        Argument(
+            "pool", "[P, PAGE_TOKENS, I]", "activation", "index keys; unwritten slots are NaN"
+        ),
+        Argument("ragged", "", "Ragged", "lengths and pages of the step's sequences"),
+    ),
+    results=(
+        Argument(
+            "scores", "[T, M]", "float32", "by key position, M = longest kv_len; -inf if not seen"
+        ),
+    ),
+    cases=(
+        case("mixed step", lens=((1, 70), (3, 5), (1, 1), (66, 130)), X=4, I=16),
+        case("decode", lens=((1, 65), (1, 64), (1, 200)), X=16, I=16),
+        case("one token", lens=((1, 1),), X=1, I=8),
+        case("prompt", lens=((9, 9),), X=3, I=24),
+        case("chunk after a prefix", lens=((5, 133),), X=2, I=128),
+    ),
+    flops=lambda c: 2.0 * ragged_pairs(c["lens"]) * c["X"] * (c["I"] + 1),
+    bytes=lambda c, size: (
+        (num_keys(c["lens"]) + num_rows(c["lens"]) * c["X"]) * c["I"] * size
+        + 4.0 * ragged_pairs(c["lens"])
+    ),
+    tolerance={"float32": 2e-6, "bfloat16": 2e-6},
+)

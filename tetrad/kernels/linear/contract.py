@@ -1,0 +1,30 @@
+"""Linear layer over a weight in any stored format."""
+
+from __future__ import annotations
+
+from tetrad.kernels.contract import BITS_PER_WEIGHT, Argument, Contract, case
+
+CONTRACT = Contract(
+    name="linear",
+    summary="x @ weight^T, accumulated in fp32, rounded once",
+    arguments=(
+        Argument("x", "[T, in]", "activation", "rows"),
+        Argument("weight", "[out, in]", "weight", "one matrix, bf16 / FP8 / NVFP4 as stored"),
+    ),
+    results=(Argument("y", "[T, out]", "activation", "x @ weight^T"),),
+    cases=(
+        case("nvfp4", T=3, out=48, width=64, format="nvfp4"),
+        case("dense", T=3, out=48, width=64, format="bf16"),
+        case("dense odd sizes", T=5, out=37, width=51, format="bf16"),
+        case("fp8 per tensor", T=3, out=40, width=72, format="fp8_tensor"),
+        case("fp8 ragged blocks", T=3, out=200, width=136, format="fp8_block"),
+        case("nvfp4 one token", T=1, out=96, width=160, format="nvfp4"),
+    ),
+    flops=lambda c: 2.0 * c["T"] * c["out"] * c["width"],
+    bytes=lambda c, size: (
+        c["T"] * (c["out"] + c["width"]) * size
+        + c["out"] * c["width"] * BITS_PER_WEIGHT[c["format"]] / 8
+    ),
+    tolerance={"float32": 2e-6, "bfloat16": 4e-3},
+    prepared="weight",
+)

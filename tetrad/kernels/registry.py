@@ -1,0 +1,71 @@
+"""Every op of the house, with its backends in order of preference.
+
+A folder below `kernels/` is an op if and only if it is listed here; a test compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from tetrad.kernels.activation import check as activation_check
+from tetrad.kernels.activation import contract as activation
+from tetrad.kernels.activation import reference as activation_torch
+from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.experts import check as experts_check
+from tetrad.kernels.experts import contract as experts
+from tetrad.kernels.experts import reference as experts_torch
+from tetrad.kernels.index_score import check as index_score_check
+from tetrad.kernels.index_score import contract as index_score
+from tetrad.kernels.index_score import reference as index_score_torch
+from tetrad.kernels.index_select import check as index_select_check
+from tetrad.kernels.index_select import contract as index_select
+from tetrad.kernels.index_select import reference as index_select_torch
+from tetrad.kernels.layer_norm import check as layer_norm_check
+from tetrad.kernels.layer_norm import contract as layer_norm
+from tetrad.kernels.layer_norm import reference as layer_norm_torch
+from tetrad.kernels.linear import check as linear_check
+from tetrad.kernels.linear import contract as linear
+from tetrad.kernels.linear import reference as linear_torch
+from tetrad.kernels.mla import check as mla_check
+from tetrad.kernels.mla import contract as mla
+from tetrad.kernels.mla import reference as mla_torch
+from tetrad.kernels.rms_norm import check as rms_norm_check
+from tetrad.kernels.rms_norm import contract as rms_norm
+from tetrad.kernels.rms_norm import reference as rms_norm_torch
+from tetrad.kernels.rope import check as rope_check
+from tetrad.kernels.rope import contract as rope
+from tetrad.kernels.rope import reference as rope_torch
+from tetrad.kernels.route import check as route_check
+from tetrad.kernels.route import contract as route
+from tetrad.kernels.route import reference as route_torch
+from tetrad.kernels.sample import check as sample_check
+from tetrad.kernels.sample import contract as sample
+from tetrad.kernels.sample import reference as sample_torch
+from tetrad.kernels.store_latent import check as store_latent_check
+from tetrad.kernels.store_latent import contract as store_latent
+from tetrad.kernels.store_latent import reference as store_latent_torch
+
+
+def _op(contract: ModuleType, check: ModuleType, *backends: ModuleType) -> Op:
+    found: list[Backend] = [module.BACKEND for module in backends]
+    return Op(contract.CONTRACT, check.CHECK, {backend.name: backend for backend in found})
+
+
+OPS: Mapping[str, Op] = {
+    op.contract.name: op
+    for op in (
+        _op(rms_norm, rms_norm_check, rms_norm_torch),
+        _op(layer_norm, layer_norm_check, layer_norm_torch),
+        _op(rope, rope_check, rope_torch),
+        _op(linear, linear_check, linear_torch),
+        _op(activation, activation_check, activation_torch),
+        _op(route, route_check, route_torch),
+        _op(experts, experts_check, experts_torch),
+        _op(store_latent, store_latent_check, store_latent_torch),
+        _op(index_score, index_score_check, index_score_torch),
+        _op(index_select, index_select_check, index_select_torch),
+        _op(mla, mla_check, mla_torch),
+        _op(sample, sample_check, sample_torch),
+    )
+}

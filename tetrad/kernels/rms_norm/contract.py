@@ -1,0 +1,25 @@
+"""Root-mean-square norm."""
+
+from __future__ import annotations
+
+from tetrad.kernels.contract import Argument, Contract, case
+
+CONTRACT = Contract(
+    name="rms_norm",
+    summary="x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded once",
+    arguments=(
+        Argument("x", "[T, W]", "activation", "rows to normalise; may be a slice of wider rows"),
+        Argument("weight", "[W]", "activation", "scale of each column"),
+        Argument("eps", "", "float", "added to the mean square"),
+    ),
+    results=(Argument("normed", "[T, W]", "activation", "normalised rows"),),
+    cases=(
+        case("few rows", T=3, W=48, eps=1e-5),
+        case("one row", T=1, W=64, eps=1e-6),
+        case("odd width", T=5, W=37, eps=1e-5),
+        case("model width", T=4, W=6144, eps=1e-5),
+    ),
+    flops=lambda c: 4.0 * c["T"] * c["W"],
+    bytes=lambda c, size: (2.0 * c["T"] + 1) * c["W"] * size,
+    tolerance={"float32": 1e-6, "bfloat16": 4e-3},
+)

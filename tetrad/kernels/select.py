@@ -1,0 +1,117 @@
+"""Chooses a backend for every op: ask each in order of preference, keep the refusals.
+
+A backend is used when its `why_not` has nothing to say and its canary gives the right numbers on
+this device. A forced backend that cannot be used is an error that says what would work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+from tetrad.core.errors import UnsupportedError, nearest
+from tetrad.core.hardware import DeviceSnapshot
+from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.canary import canary
+from tetrad.kernels.device import snapshot
+from tetrad.kernels.registry import OPS
+
+FLAG_OPS: Mapping[str, str] = {"moe_runner_backend": "experts", "attention_backend": "mla"}
+"""Field of `ServeConfig` that forces a backend → the op it forces."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpChoice:
+    """Which backend an op got, and why not the others."""
+
+    op: str
+    backend: str
+    reason: str
+    refusals: dict[str, str] = field(default_factory=dict)
+    """Backend → the sentence that ruled it out. Backends after the chosen one are not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpSet:
+    """The chosen backend of each op; call one as its contract says: `ops.rope(x, cos, ...)`."""
+
+    rms_norm: Backend
+    layer_norm: Backend
+    rope: Backend
+    linear: Backend
+    activation: Backend
+    route: Backend
+    experts: Backend
+    store_latent: Backend
+    index_score: Backend
+    index_select: Backend
+    mla: Backend
+    sample: Backend
+    choices: tuple[OpChoice, ...]
+
+    @property
+    def report(self) -> list[dict[str, Any]]:
+        """One JSON-ready row per op: op, backend, reason, refusals."""
+        return [asdict(choice) for choice in self.choices]
+
+
+OP_NAMES = tuple(f.name for f in fields(OpSet) if f.name != "choices")
+
+
+def resolve_ops(
+    device: str, forced: Mapping[str, str] | None = None, dtype: torch.dtype = torch.float32
+) -> OpSet:
+    """Choose for "cpu" or "cuda" and activations of `dtype`.
+
+    `forced` maps an op to the backend it must have; "auto" leaves the choice open. Raises
+    UnsupportedError when a forced op or backend does not exist or cannot run here.
+    """
+    forced = forced or {}
+    for name in forced:
+        if name not in OPS:
+            raise UnsupportedError(f"There is no op {name!r}.{nearest(name, OPS)}")
+    place = torch.device(device)
+    here = snapshot(place)
+
+    def refusal(op: Op, backend: Backend) -> str | None:
+        return backend.why_not(here) or canary(op, backend, dtype, place)
+
+    choices = tuple(choose(OPS[name], forced.get(name, "auto"), here, refusal) for name in OP_NAMES)
+    chosen = {choice.op: OPS[choice.op].backends[choice.backend] for choice in choices}
+    return OpSet(**chosen, choices=choices)
+
+
+def choose(
+    op: Op, wanted: str, here: DeviceSnapshot, refusal: Callable[[Op, Backend], str | None]
+) -> OpChoice:
+    """The backend named `wanted`, or for "auto" the first that `refusal` lets pass."""
+    name = op.contract.name
+    if wanted != "auto" and wanted not in op.backends:
+        raise UnsupportedError(
+            f"{name} has no backend {wanted!r}; it has {_listed(op.backends)}, or 'auto' to let "
+            f"Tetrad choose.{nearest(wanted, op.backends)}"
+        )
+    refusals: dict[str, str] = {}
+    for backend in op.backends.values() if wanted == "auto" else (op.backends[wanted],):
+        if (sentence := refusal(op, backend)) is None:
+            return OpChoice(name, backend.name, _reason(op, wanted, refusals), refusals)
+        refusals[backend.name] = sentence
+    told = "; ".join(f"{backend}: {sentence}" for backend, sentence in refusals.items())
+    others = [other for other in op.backends if other not in refusals]
+    cure = f" Available instead: {_listed(others)} or 'auto'." if others else ""
+    raise UnsupportedError(f"No backend of {name} can run on {here.name}: {told}.{cure}")
+
+
+def _reason(op: Op, wanted: str, refusals: dict[str, str]) -> str:
+    if wanted != "auto":
+        return "asked for"
+    if len(op.backends) == 1:
+        return "the only one"
+    return "the first choice" if not refusals else "the first that can run here"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
