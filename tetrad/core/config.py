@@ -32,11 +32,13 @@ class Config(BaseModel):
 
 def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
     first = error.errors()[0]
-    name = str(first["loc"][0]) if first["loc"] else "configuration"
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return f"{message[0].upper()}{message[1:]}."
+    name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return f"Unknown option {name!r}.{nearest(name, cls.model_fields)}"
     flag = "--" + name.replace("_", "-")
-    message = first["msg"].removeprefix("Value error, ")
     return f"{flag} {first['input']}: {message[0].lower()}{message[1:]}."
 
 

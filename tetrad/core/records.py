@@ -1,0 +1,211 @@
+"""What a measurement leaves behind: versioned JSON that later readers can trust.
+
+A record says what was asked, what ran, what came out and what failed. Times are seconds or
+milliseconds as the name says; rates are per second of `duration_s`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Record(BaseModel):
+    """A frozen model; an unknown key means that a newer version wrote it, and is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Linear interpolation between closest ranks (numpy's default) of an ascending sequence."""
+    place = (len(ordered) - 1) * percent / 100.0
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+class Spread(Record):
+    """A distribution in nine numbers. `std` is the population's; all are 0 when `count` is 0."""
+
+    count: int = 0
+    mean: float = 0.0
+    std: float = 0.0
+    min: float = 0.0
+    median: float = 0.0
+    p90: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summarise `values`, in any order."""
+        if not values:
+            return cls()
+        ordered = sorted(values)
+        return cls(
+            count=len(ordered),
+            mean=statistics.fmean(ordered),
+            std=statistics.pstdev(ordered),
+            min=ordered[0],
+            median=percentile(ordered, 50),
+            p90=percentile(ordered, 90),
+            p95=percentile(ordered, 95),
+            p99=percentile(ordered, 99),
+            max=ordered[-1],
+        )
+
+
+FailureKind = Literal[
+    "refused",  # no connection
+    "disconnected",  # the connection broke before an answer began
+    "http_status",  # an answer other than 200
+    "error_event",  # HTTP 200, then an error inside the body or stream
+    "malformed",  # an answer that is not what the protocol says
+    "truncated",  # the stream ended without a finish reason
+    "empty",  # it ended properly, but no token came
+    "short_output",  # fewer tokens than asked although end tokens were to be ignored
+    "aborted",  # the server says that it gave the request up
+    "timeout",  # nothing came for too long
+]
+
+
+class Failure(Record):
+    """Why one request does not count."""
+
+    kind: FailureKind
+    message: str
+    """One line, in the server's words where it has any."""
+
+
+class FailureCount(Record):
+    """How often one kind of failure happened, with one example."""
+
+    kind: FailureKind
+    count: int
+    example: str
+    example_request: int
+    """Index of the request of the example."""
+
+
+class RequestRecord(Record):
+    """One request of a run. Times are seconds since the start of the run."""
+
+    index: int
+    prompt_tokens: int
+    output_tokens: int
+    due_s: float
+    """When the schedule wanted it sent; the wait for `max_concurrency` is `sent_s - due_s`."""
+    sent_s: float
+    ended_s: float
+    """Last token; for a failure, when it was known."""
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    itls_ms: list[float] = Field(default_factory=list)
+    cached_tokens: int | None = None
+    text: str = ""
+    failure: Failure | None = None
+
+
+class Workload(Record):
+    """What was sent: lengths as they really were, not as they were asked for."""
+
+    dataset: str
+    num_prompts: int
+    random_input_len: int | None
+    random_output_len: int | None
+    random_range_ratio: float | None
+    """As asked; None for a file."""
+    prompt_tokens: Spread
+    """Intended by the client; count 0 when it cannot know (text without a tokenizer)."""
+    wanted_tokens: Spread
+    seed: int
+    content_seed: int
+    """Seed of the prompts' content; drawn afresh for each run unless a seed was given."""
+    request_rate: float | Literal["inf"]
+    max_concurrency: int | None
+    stream: bool
+    ignore_eos: bool
+
+
+class Latencies(Record):
+    """Of the successful requests, in milliseconds. None: not measurable without streaming.
+
+    e2e: sending the request to its last token. ttft: to its first token. tpot: (e2e - ttft) /
+    (output tokens - 1), requests with one token left out. itl: between successive tokens; between
+    successive events where the server does not say how many tokens an event carries.
+    """
+
+    e2e_ms: Spread
+    ttft_ms: Spread | None = None
+    tpot_ms: Spread | None = None
+    itl_ms: Spread | None = None
+    queue_ms: Spread
+    """Waited in the client, for `max_concurrency` or because the client was late."""
+
+
+class BenchRun(Record):
+    """One run of `tetrad bench serve`."""
+
+    kind: Literal["bench_run"] = "bench_run"
+    schema_version: Literal[1] = 1
+    tetrad_version: str
+    started_at: str
+    """UTC, ISO 8601."""
+    backend: str
+    url: str
+    model: str | None
+    server_info: dict[str, Any] | None
+    """The server's own account of itself, as it gave it."""
+    workload: Workload
+    duration_s: float
+    """First request due until last answer complete."""
+    completed: int
+    failed: int
+    unfinished: int = 0
+    """Cut off by an interrupt; neither completed nor failed."""
+    interrupted: bool = False
+    failures: list[FailureCount] = Field(default_factory=list)
+    input_tokens: int
+    """Prompt tokens of successful requests: the server's count, else the client's."""
+    output_tokens: int
+    """Tokens that arrived in successful requests."""
+    output_tokens_retokenized: int | None = None
+    output_tokens_of_failures: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens the server took from its cache; None when it does not say."""
+    token_source: Literal["server", "tokenizer", "events"]
+    """Who counted the output tokens: the server, the client's tokenizer, or one per event."""
+    latencies: Latencies
+    peak_output_tokens_per_s: float | None
+    """Most tokens in one second of the run; None without streaming."""
+    peak_concurrency: int
+    """Most requests in flight at one instant."""
+    concurrency: float
+    """Mean number in flight: sum of end-to-end latencies over the duration (Little's law)."""
+    notes: list[str] = Field(default_factory=list)
+    """What a reader must know before believing a figure."""
+    requests: list[RequestRecord] = Field(default_factory=list)
+    """Every request, when details were asked for."""
+
+    @property
+    def request_throughput(self) -> float:
+        """Completed requests per second."""
+        return self._rate(self.completed)
+
+    @property
+    def input_throughput(self) -> float:
+        """Prompt tokens of completed requests per second."""
+        return self._rate(self.input_tokens)
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens of completed requests per second."""
+        return self._rate(self.output_tokens)
+
+    def _rate(self, amount: int) -> float:
+        return amount / self.duration_s if self.duration_s > 0 else 0.0
