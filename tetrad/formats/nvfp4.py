@@ -7,6 +7,8 @@ code         = e2m1(value / (scale * global_scale))   nearest, ties to even
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ E4M3_SMALLEST = 2.0**-9
 """The smallest positive e4m3 number: a block scale never rounds to zero."""
 
 
-def global_scale_of(*matrices: Tensor) -> Tensor:
-    """float32 []: the global scale that fits all of `matrices` together; 1 when all are zero."""
+def global_scale_of(matrices: Iterable[Tensor]) -> Tensor:
+    """float32 []: the global scale that fits all `matrices` together; 1 when all are zero."""
     amax = torch.stack([matrix.abs().amax().float() for matrix in matrices]).amax()
     scale = (amax / (e2m1.E2M1_MAX * E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax > 0, scale, 1.0)
@@ -32,7 +34,7 @@ def quantize(matrix: Tensor, global_scale: Tensor | None = None) -> Nvfp4Weight:
     """
     assert matrix.shape[-1] % NVFP4_BLOCK == 0, tuple(matrix.shape)
     if global_scale is None:
-        global_scale = global_scale_of(matrix)
+        global_scale = global_scale_of([matrix])
     blocks = matrix.float().reshape(*matrix.shape[:-1], -1, NVFP4_BLOCK)
     ideal = blocks.abs().amax(dim=-1) / (e2m1.E2M1_MAX * global_scale)
     ideal = torch.where(ideal == 0, 1.0, ideal).clamp(E4M3_SMALLEST, E4M3_MAX)

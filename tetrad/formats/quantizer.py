@@ -37,8 +37,13 @@ from tetrad.formats.writer import PlannedTensor, write_shards
 NEVER = ("*.mlp.gate", "*embed_tokens")
 """Routers choose experts by small differences, and embeddings are looked up, not multiplied."""
 _WEIGHT_FILES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
-_TWINS = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-"""Two halves of one fused matrix; they share a global scale, as ModelOpt makes them."""
+_SIBLINGS = (
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "indexer.wk", "indexer.weights_proj"),
+    ("q_b_proj", "indexer.wq_b"),
+)
+"""Linears of one module that multiply the same input. They share a global scale, as ModelOpt makes
+them, so that engines can fuse them."""
 
 
 def run(
@@ -181,30 +186,35 @@ def _convert(
         matrix = checkpoint.raw(name)
         if not torch.isfinite(matrix).all():
             raise CheckpointError(f"Tensor '{name}' holds NaN or infinite values.")
-        weight = nvfp4.quantize(matrix, shared.of(module, matrix))
+        weight = nvfp4.quantize(matrix, shared.of(module))
         report.quantize(kind_of(name), module, matrix, weight)
         yield from weight.tensors().values()
 
 
 class _SharedScales:
-    """The global scale of each linear; gate and up of one expert get the same."""
+    """The global scale of each linear, one for all siblings that are quantised."""
 
     def __init__(self, checkpoint: Checkpoint, selected: set[str]) -> None:
         self._checkpoint = checkpoint
         self._selected = selected
-        self._of_twin: dict[str, Tensor] = {}
+        self._known: dict[str, Tensor] = {}
 
-    def of(self, module: str, matrix: Tensor) -> Tensor:
-        """float32 []. Reads the twin of `module` the first time, remembers it for the second."""
-        if module in self._of_twin:
-            return self._of_twin.pop(module)
-        parent, _, leaf = module.rpartition(".")
-        twin = f"{parent}.{_TWINS.get(leaf)}"
-        if twin not in self._selected:
-            return nvfp4.global_scale_of(matrix)
-        scale = nvfp4.global_scale_of(matrix, self._checkpoint.raw(f"{twin}.weight"))
-        self._of_twin[twin] = scale
-        return scale
+    def of(self, module: str) -> Tensor:
+        """float32 []. Reads all siblings of `module` the first time, remembers it for them."""
+        if module not in self._known:
+            siblings = [name for name in _siblings(module) if name in self._selected]
+            matrices = (self._checkpoint.raw(f"{name}.weight") for name in siblings)
+            self._known.update(dict.fromkeys(siblings, nvfp4.global_scale_of(matrices)))
+        return self._known.pop(module)
+
+
+def _siblings(module: str) -> list[str]:
+    """Names that share a global scale with `module`, itself among them."""
+    for leaves in _SIBLINGS:
+        for leaf in leaves:
+            if module.endswith(f".{leaf}"):
+                return [module.removesuffix(leaf) + other for other in leaves]
+    return [module]
 
 
 def _clear(target: Path) -> None:
