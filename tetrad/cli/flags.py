@@ -55,7 +55,7 @@ def _parameters(config: type[Config], positional: tuple[str, ...]) -> Iterator[i
         yield inspect.Parameter(
             name,
             KEYWORD_OR_PLACE if name in positional else KEYWORD_ONLY,
-            default=fields[name].default,
+            default=inspect.Parameter.empty if fields[name].is_required() else fields[name].default,
             annotation=Annotated[
                 fields[name].annotation,
                 _flag(name, fields[name], groups[_extra(fields[name])["group"]]),
@@ -71,7 +71,12 @@ def _flag(name: str, field: FieldInfo, group: Group) -> Parameter:
         group=group,
         negative="",
         env_var=extra.get("env"),
-        show_default=not (field.default is None or field.default is False or field.default == ()),
+        show_default=not (
+            field.is_required()
+            or field.default is None
+            or field.default is False
+            or field.default == ()
+        ),
         consume_multiple=True if typing.get_origin(field.annotation) is tuple else None,
     )
 

@@ -17,7 +17,8 @@ class QuantizeConfig(Config):
     target: Path = option(..., "Folder to write the NVFP4 checkpoint to.", group="Model")
     include: tuple[str, ...] = option(
         ROUTED_EXPERTS,
-        "Glob patterns over whole module names: which linears become NVFP4.",
+        "Glob patterns over whole module names, which linears become NVFP4; the "
+        "default is the routed experts of every layer.",
         group="Choice",
     )
     exclude: tuple[str, ...] = option(
