@@ -89,7 +89,7 @@ class IndexerArch:
     rope_interleaved: bool
     """True: pairs (2i, 2i+1) as GLM; False: half-split as DeepSeek-V3.2."""
     full_layers: tuple[int, ...]
-    """Layers that own an indexer; the others reuse the choice of the last full layer before them."""
+    """Layers that own an indexer; the others reuse the choice of the last one before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class ModelArch:
             rope=rope,
             mla=_mla(read, rope),
             indexer=_indexer(read, model_type, num_layers),
-            moe=_moe(read),
+            moe=_moe(read, num_layers),
             eos_ids=_eos_ids(config),
         )
 
@@ -268,10 +268,12 @@ def full_indexer_layers(config: dict[str, Any], num_layers: int) -> tuple[int, .
     return tuple(i for i, full in enumerate(kinds[:num_layers]) if full)
 
 
-def _moe(read: _Reader) -> MoeArch:
+def _moe(read: _Reader, num_layers: int) -> MoeArch:
     experts_key = "n_routed_experts" if "n_routed_experts" in read.config else "num_experts"
     if (scoring := read.config.get("scoring_func", "sigmoid")) != "sigmoid":
         raise CheckpointError(f"scoring_func {scoring!r} is not supported; 'sigmoid' is.")
+    if (activation := read.config.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"hidden_act {activation!r} is not supported; 'silu' is.")
     return MoeArch(
         num_experts=read.integer(experts_key),
         experts_per_token=read.integer("num_experts_per_tok"),
@@ -281,8 +283,22 @@ def _moe(read: _Reader) -> MoeArch:
         groups_per_token=read.integer("topk_group", 1),
         normalise_weights=bool(read.config.get("norm_topk_prob", True)),
         scaling=read.number("routed_scaling_factor", 1.0),
-        first_dense_layers=read.integer("first_k_dense_replace", 0),
+        first_dense_layers=_first_dense_layers(read, num_layers),
     )
+
+
+def _first_dense_layers(read: _Reader, num_layers: int) -> int:
+    """From `mlp_layer_types` (it wins, as in Hugging Face's models) or first_k_dense_replace."""
+    kinds: list[str] | None = read.config.get("mlp_layer_types")
+    if kinds is None:
+        return read.integer("first_k_dense_replace", 0)
+    num_dense = kinds[:num_layers].count("dense")
+    if kinds[:num_layers] != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must list 'dense' for the first of {num_layers} layers "
+            f"and 'sparse' for the others; found {kinds}."
+        )
+    return num_dense
 
 
 def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:

@@ -1,0 +1,57 @@
+"""What the models have in common: their parts, and what the engine may ask of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tetrad.core.arch import ModelArch
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.layers.decoder import DecoderLayer
+from tetrad.layers.embedding import Embedding
+from tetrad.layers.linear import Linear
+from tetrad.layers.norm import RmsNorm
+from tetrad.layers.rope import Rope
+from tetrad.layers.source import WeightSource
+
+
+class Model(ABC):
+    """A loaded decoder: embedding, L layers, norm, head. Calling it computes one step."""
+
+    def __init__(self, arch: ModelArch, source: WeightSource) -> None:
+        self.arch = arch
+        self._ledger = source.ledger
+        inner = source.at("model")
+        self.embed = Embedding(inner, "embed_tokens", arch.vocab, arch.hidden)
+        self.rope = Rope(arch.rope, self.embed.table.device)
+        self.layers = [
+            DecoderLayer(arch, layer, inner.at(f"layers.{layer}"))
+            for layer in range(arch.num_layers)
+        ]
+        self.norm = RmsNorm(inner, "norm", arch.hidden, arch.norm_eps)
+        self.head = Linear(source, "lm_head", arch.vocab, arch.hidden)
+
+    @torch.inference_mode()
+    def __call__(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+        """Compute a step: write its keys to `cache`, return fp32 logits [R, V]."""
+        hidden = self.forward(batch, cache)
+        return self.head(self.norm(hidden[batch.logit_rows])).float()
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+        """Hidden states [T, D] before the final norm; writes the step's keys to `cache`."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes all weights take on the device."""
+        return sum(total.memory_bytes for total in self._ledger.totals.values())
+
+    @property
+    def weight_report(self) -> dict[str, dict[str, Any]]:
+        """Stored format → num_tensors, stored_bytes, memory_bytes."""
+        return {name: asdict(total) for name, total in sorted(self._ledger.totals.items())}

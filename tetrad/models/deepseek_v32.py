@@ -1,0 +1,26 @@
+"""DeepSeek-V3.2 (`deepseek_v32`).
+
+The same blocks as GLM-5 with other numbers: experts are routed within groups, yarn stretches the
+rotary angles, and the indexer rotates half-split pairs where attention rotates neighbours. Every
+layer owns an indexer, so no choice of keys is handed on.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.models.base import Model
+
+
+class DeepseekV32(Model):
+    """Each layer chooses its own keys."""
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+        """[T, D]."""
+        hidden = self.embed(batch.token_ids)
+        rotation = self.rope(batch.positions)
+        for layer in self.layers:
+            hidden, _ = layer(hidden, batch, rotation, cache)
+        return hidden

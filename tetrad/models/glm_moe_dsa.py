@@ -1,0 +1,27 @@
+"""GLM-5, 5.1, 5.2 and 5.3 (`glm_moe_dsa`).
+
+Latent attention over sparsely chosen keys, a dense MLP in the first layers, sigmoid-routed experts
+with one shared expert in the others. From 5.2 on, IndexShare: only some layers own an indexer, and
+the layers after one read the keys it chose.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.models.base import Model
+
+
+class GlmMoeDsa(Model):
+    """The choice of keys travels along the layers."""
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+        """[T, D]."""
+        hidden = self.embed(batch.token_ids)
+        rotation = self.rope(batch.positions)
+        selected = None
+        for layer in self.layers:
+            hidden, selected = layer(hidden, batch, rotation, cache, selected)
+        return hidden
