@@ -110,3 +110,7 @@ def _replace(token: str, short: str, longer: str) -> str:
 
 def _sentence(error: CycloptsError) -> str:
     return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

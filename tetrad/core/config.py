@@ -8,7 +8,7 @@ Flag names are SGLang's where SGLang has one, so that a launch script carries ov
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.config import JsonDict
@@ -22,7 +22,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @classmethod
-    def parse(cls, values: dict[str, Any]) -> Any:
+    def parse(cls, values: dict[str, Any]) -> Self:
         """Build from flag values; a mistake is a ConfigError of one sentence."""
         try:
             return cls(**values)

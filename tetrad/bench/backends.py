@@ -1,0 +1,194 @@
+"""What each API is asked, and what its answer says.
+
+Three protocols: SGLang's native /generate, OpenAI's completions, OpenAI's chat. An answer is read
+into a `Reading`, event by event; a whole answer without streaming is one event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.workload import Prompt
+from tetrad.core.errors import ConfigError
+from tetrad.core.records import Failure
+
+Body = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one answer has said so far."""
+
+    text: str = ""
+    """Reasoning, answer and tool-call arguments in the order they came."""
+    stamps: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the start of the run, tokens this event brought), for events with tokens."""
+    counts_tokens: bool = False
+    """True: the server says how many tokens each event brings. False: every event counts as one."""
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish: str | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One API: where requests go, how they are written, how an event is read."""
+
+    path: str
+    write: Callable[[BenchServeConfig, str | None, Prompt], Body]
+    read: Callable[[Reading, float, Body], None]
+
+
+def protocol(backend: str) -> Protocol:
+    """The protocol a `--backend` speaks."""
+    if backend in ("tetrad", "sglang", "sglang-native"):
+        return NATIVE
+    return CHAT if backend.endswith("-chat") else COMPLETIONS
+
+
+def knows_ignore_eos(backend: str) -> bool:
+    """Plain OpenAI servers may refuse the field; the inference servers know it."""
+    return not backend.startswith("openai")
+
+
+def ignores_eos(body: Body) -> bool:
+    """Whether this body makes the server go on past end tokens."""
+    return bool({**body, **body.get("sampling_params", {})}.get("ignore_eos"))
+
+
+def write_body(config: BenchServeConfig, model: str | None, prompt: Prompt) -> Body:
+    """The whole request body; `--extra-request-body` is merged in, one level deep."""
+    body = protocol(config.backend).write(config, model, prompt)
+    for key, value in config.extra_body.items():
+        old = body.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        body[key] = {**old, **value} if both and isinstance(old, dict) else value
+    return body
+
+
+# --- Native ---------------------------------------------------------------------------------------
+
+
+def write_native(config: BenchServeConfig, _model: str | None, prompt: Prompt) -> Body:
+    """Token ids go as they are, so their number is exact."""
+    if prompt.messages is not None:
+        raise ConfigError(
+            f"Backend {config.backend} takes no messages; use sglang-oai-chat, vllm-chat or "
+            "openai-chat."
+        )
+    content: Body = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
+    sampling = {
+        "temperature": config.temperature,
+        "max_new_tokens": prompt.output_tokens,
+        "ignore_eos": not config.disable_ignore_eos,
+    }
+    return {**content, "sampling_params": sampling, "stream": not config.disable_stream}
+
+
+def read_native(reading: Reading, time_s: float, body: Body) -> None:
+    """Text and counts are cumulative."""
+    meta = body["meta_info"]
+    total = int(meta["completion_tokens"])
+    if (new := total - (reading.output_tokens or 0)) > 0:
+        reading.stamps.append((time_s, new))
+    reading.counts_tokens = True
+    reading.output_tokens = total
+    reading.text = body.get("text") or reading.text
+    reading.prompt_tokens = meta.get("prompt_tokens", reading.prompt_tokens)
+    reading.cached_tokens = meta.get("cached_tokens", reading.cached_tokens)
+    if reason := meta.get("finish_reason"):
+        is_named = isinstance(reason, dict)
+        reading.finish = str(reason["type"] if is_named else reason)
+        if reading.finish in ("abort", "error"):
+            said = reason.get("message") if is_named else None
+            reading.failure = Failure(kind="aborted", message=said or "the server gave it up")
+
+
+# --- OpenAI ---------------------------------------------------------------------------------------
+
+
+def _openai_body(config: BenchServeConfig, model: str | None, limit: Body) -> Body:
+    body = {
+        "model": model,
+        **limit,
+        "temperature": config.temperature,
+        "stream": not config.disable_stream,
+    }
+    if not config.disable_stream:
+        body["stream_options"] = {"include_usage": True}
+    if not config.disable_ignore_eos and knows_ignore_eos(config.backend):
+        body["ignore_eos"] = True
+    return body
+
+
+def write_completion(config: BenchServeConfig, model: str | None, prompt: Prompt) -> Body:
+    """A list of token ids is a prompt too, and an exact one."""
+    if prompt.messages is not None:
+        raise ConfigError(f"Backend {config.backend} takes no messages; use {config.backend}-chat.")
+    content = prompt.text if prompt.ids is None else prompt.ids
+    limit = {"max_tokens": prompt.output_tokens}
+    return {"prompt": content, **_openai_body(config, model, limit)}
+
+
+def write_chat(config: BenchServeConfig, model: str | None, prompt: Prompt) -> Body:
+    """Text becomes one user turn."""
+    if prompt.ids is not None:
+        raise ConfigError(
+            f"Backend {config.backend} takes no input_ids; use the backend without -chat."
+        )
+    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+    limit = {"max_completion_tokens": prompt.output_tokens}
+    return {"messages": messages, **_openai_body(config, model, limit)}
+
+
+def read_completion(reading: Reading, time_s: float, body: Body) -> None:
+    """An event with a choice is a token even when its text is still held back."""
+    _read_usage(reading, body)
+    for choice in body.get("choices") or ():
+        text = choice.get("text") or ""
+        _take(reading, time_s, text, is_token=bool(text) or not choice.get("finish_reason"))
+        _read_finish(reading, choice)
+
+
+def read_chat(reading: Reading, time_s: float, body: Body) -> None:
+    """Reasoning (both names that servers use), content and tool calls are all tokens."""
+    _read_usage(reading, body)
+    for choice in body.get("choices") or ():
+        delta = choice.get("delta") or choice.get("message") or {}
+        calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
+        called = "".join(f"{c.get('name') or ''}{c.get('arguments') or ''}" for c in calls)
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text = thought + (delta.get("content") or "") + called
+        _take(reading, time_s, text, is_token=bool(text) or bool(calls))
+        _read_finish(reading, choice)
+
+
+def _take(reading: Reading, time_s: float, text: str, *, is_token: bool) -> None:
+    reading.text += text
+    if is_token:
+        reading.stamps.append((time_s, 1))
+
+
+def _read_finish(reading: Reading, choice: Body) -> None:
+    if reason := choice.get("finish_reason"):
+        reading.finish = str(reason)
+        if reason in ("abort", "error"):
+            reading.failure = Failure(kind="aborted", message=f"finish reason {reason!r}")
+
+
+def _read_usage(reading: Reading, body: Body) -> None:
+    if usage := body.get("usage"):
+        reading.output_tokens = usage.get("completion_tokens", reading.output_tokens)
+        reading.prompt_tokens = usage.get("prompt_tokens", reading.prompt_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        reading.cached_tokens = details.get("cached_tokens", reading.cached_tokens)
+
+
+NATIVE = Protocol("/generate", write_native, read_native)
+COMPLETIONS = Protocol("/v1/completions", write_completion, read_completion)
+CHAT = Protocol("/v1/chat/completions", write_chat, read_chat)

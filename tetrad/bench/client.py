@@ -1,0 +1,153 @@
+"""Sends requests and keeps what comes back as bytes with time stamps.
+
+Nothing is parsed while the load runs: a client that is busy decoding stamps the next token late and
+calls it the server's fault. Only when the bytes kept pass a limit are finished answers read early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from tetrad.core.records import Failure
+
+READ_BUFFER_BYTES = 10 * 2**20
+KEEP_ALIVE_S = 2.0
+"""Idle connections are dropped sooner than common servers drop them (5 s), so that no request goes
+out on a connection that is just being closed."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """One request as the network saw it. Times are seconds since the start of the run."""
+
+    index: int
+    due_s: float = 0.0
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    status: int = 0
+    is_stream: bool = False
+    reads: list[tuple[float, bytes]] = field(default_factory=list)
+    failure: Failure | None = None
+    """What the transport says; the content is judged later."""
+    is_finished: bool = False
+
+
+class Client:
+    """A keep-alive HTTP client without a cap on connections."""
+
+    def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
+        self.url = url
+        self._headers = headers
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Opened on first use, inside the running loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=self._timeout_s, sock_read=self._timeout_s
+                ),
+                headers=self._headers,
+                read_bufsize=READ_BUFFER_BYTES,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Drop every connection."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def post(self, path: str, body: bytes, trace: Trace, clock: Callable[[], float]) -> None:
+        """Send one request and read its answer into `trace`; failures are recorded, not raised."""
+        trace.sent_s = clock()
+        try:
+            async with self.session.post(
+                self.url + path, data=body, headers={"Content-Type": "application/json"}
+            ) as answer:
+                trace.status = answer.status
+                trace.is_stream = answer.content_type == "text/event-stream"
+                async for read in answer.content.iter_any():
+                    trace.reads.append((clock(), read))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            trace.failure = transport_failure(error, answered=trace.status != 0)
+        trace.ended_s = clock()
+        trace.is_finished = True
+
+
+def transport_failure(error: Exception, *, answered: bool) -> Failure:
+    """Name what went wrong below HTTP. `answered`: a status line had come."""
+    message = in_words(error)
+    if isinstance(error, TimeoutError):
+        return Failure(kind="timeout", message=message)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return Failure(kind="refused", message=message)
+    if answered:
+        return Failure(kind="truncated", message=f"the connection broke: {message}")
+    return Failure(kind="disconnected", message=message)
+
+
+def in_words(error: Exception) -> str:
+    """What a transport error says, on one line."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error.strerror or str(error.os_error)
+        return f"cannot connect to {error.host}:{error.port}: {cause}"
+    return str(error) or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What to send, when, and how many at once."""
+
+    path: str
+    bodies: Sequence[bytes]
+    due_s: Sequence[float]
+    max_concurrency: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What came of a load."""
+
+    traces: list[Trace]
+    """One per request that became due; after an interrupt some are not finished."""
+    duration_s: float
+    interrupted: bool
+
+
+async def run_load(client: Client, load: Load, on_finished: Callable[[Trace], None]) -> LoadResult:
+    """Send everything and wait for it. A cancellation ends the load and is reported, not raised."""
+    start = time.perf_counter()
+    slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.bodies)))
+    traces: list[Trace] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    def clock() -> float:
+        return time.perf_counter() - start
+
+    async def one(trace: Trace) -> None:
+        async with slots:
+            await client.post(load.path, load.bodies[trace.index], trace, clock)
+        on_finished(trace)
+
+    try:
+        for index, due_s in enumerate(load.due_s):
+            if (wait_s := due_s - clock()) > 0:
+                await asyncio.sleep(wait_s)
+            traces.append(Trace(index, due_s=due_s))
+            tasks.append(asyncio.create_task(one(traces[-1])))
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        duration_s = clock()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return LoadResult(traces, duration_s, interrupted=True)
+    return LoadResult(traces, clock(), interrupted=False)

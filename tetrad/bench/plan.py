@@ -1,0 +1,64 @@
+"""Everything about a run that is fixed before the first request leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tetrad.bench import target, workload
+from tetrad.bench.backends import Body, ignores_eos, protocol, write_body
+from tetrad.bench.client import Client
+from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.tokens import Vocabulary
+from tetrad.bench.workload import Prompt, Seeds
+from tetrad.core.errors import ConfigError
+from tetrad.core.records import Spread
+
+
+@dataclass(slots=True)
+class Plan:
+    """A workload drawn and written down."""
+
+    config: BenchServeConfig
+    seeds: Seeds
+    model: str | None
+    vocabulary: Vocabulary | None
+    prompts: list[Prompt]
+    bodies: list[Body]
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether the server is told to go on past end tokens."""
+        return ignores_eos(self.bodies[0])
+
+
+async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str], None]) -> Plan:
+    """Look at the server, draw the prompts, write the bodies.
+
+    Raises BenchFailure when no server answers, ConfigError when the workload cannot be sent.
+    """
+    found = await target.find(client, config.ready_check_timeout_sec)
+    model = config.model or found.model
+    if model is None and protocol(config.backend).path != "/generate":
+        raise ConfigError(f"{config.url}/v1/models names no model; give --model.")
+    folder = config.tokenizer or found.tokenizer
+    vocabulary = Vocabulary(folder) if folder is not None else None
+    seeds = Seeds.of(config)
+    prompts = workload.build(config, seeds, vocabulary)
+    bodies = [write_body(config, model, prompt) for prompt in prompts]
+    say(f"{config.backend} at {config.url}, model {model or 'not named'}")
+    say(f"prompt lengths: {lengths([p.num_tokens for p in prompts])}")
+    say(f"output lengths: {lengths([p.output_tokens for p in prompts])}")
+    return Plan(config, seeds, model, vocabulary, prompts, bodies)
+
+
+def lengths(values: Sequence[int | None]) -> str:
+    """The distribution that really runs, in words."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "unknown to the client"
+    spread = Spread.of(known)
+    return (
+        f"{len(known)} requests, {sum(known)} tokens, mean {spread.mean:.1f}, "
+        f"min {spread.min:.0f}, median {spread.median:.0f}, max {spread.max:.0f}"
+    )

@@ -1,0 +1,158 @@
+"""One run of the load generator, from the first look at the server to the record."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tetrad.bench import arrivals, measure, target, workload
+from tetrad.bench.backends import Reading, protocol, write_body
+from tetrad.bench.client import Client, Load, LoadResult, Trace, run_load
+from tetrad.bench.judge import read_answer, verdict
+from tetrad.bench.measure import Answer, CountTokens
+from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.plan import Plan, prepare
+from tetrad.bench.summary import record
+from tetrad.core.errors import BenchFailure
+from tetrad.core.records import BenchRun
+
+KEPT_BYTES_CAP = 512 * 2**20
+
+
+class Watch(Protocol):
+    """Whoever looks on: the command line's progress bar, or nobody in a test."""
+
+    def say(self, line: str) -> None:
+        """One line about what happens next."""
+
+    def begin(self, num_requests: int) -> None:
+        """The measured load starts."""
+
+    def finished(self, has_failed: bool) -> None:
+        """A request has ended; `has_failed` covers only what is known before its answer is read."""
+
+    def end(self) -> None:
+        """The measured load is over, or was cut off."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Answers as they finish. They are read after the run; early only when they fill the memory."""
+
+    plan: Plan
+    kept_bytes: int = 0
+    readings: dict[int, Reading] = field(default_factory=dict)
+
+    def add(self, trace: Trace) -> None:
+        """A request has finished."""
+        self.kept_bytes += sum(len(read) for _, read in trace.reads)
+        if self.kept_bytes > KEPT_BYTES_CAP:
+            self.kept_bytes -= sum(len(read) for _, read in trace.reads)
+            self.read(trace)
+
+    def read(self, trace: Trace) -> Reading:
+        """What an answer says; its bytes are dropped."""
+        if trace.index not in self.readings:
+            api = protocol(self.plan.config.backend)
+            self.readings[trace.index] = read_answer(trace, api)
+            trace.reads.clear()
+        return self.readings[trace.index]
+
+
+async def bench_serve(config: BenchServeConfig, watch: Watch) -> BenchRun:
+    """Measure the server. Cancelling the task ends the load and returns what was measured so far.
+
+    Raises BenchFailure when no server answers or no warm-up request succeeds, ConfigError when the
+    workload cannot be sent, CancelledError when it is cancelled before the measured load.
+    """
+    client = Client(config.url, _headers(config), config.request_timeout_sec)
+    try:
+        plan = await prepare(config, client, watch.say)
+        await warm_up(plan, client, watch)
+        return await measured(plan, client, watch)
+    finally:
+        await client.close()
+
+
+def _headers(config: BenchServeConfig) -> dict[str, str]:
+    headers = dict(header.split("=", 1) for header in config.header)
+    if config.api_key is not None:
+        headers["Authorization"] = f"Bearer {config.api_key}"
+    return headers
+
+
+async def warm_up(plan: Plan, client: Client, watch: Watch) -> None:
+    """Requests like the measured ones, then an empty cache if asked for."""
+    config = plan.config
+    if config.warmup_requests:
+        watch.say(f"warm-up: {config.warmup_requests} requests")
+        await _warm_requests(plan, client)
+    if config.flush_cache:
+        await target.flush_cache(client)
+        watch.say("prefix cache flushed")
+
+
+async def _warm_requests(plan: Plan, client: Client) -> None:
+    prompts = workload.warmup(plan.config, plan.prompts, plan.seeds, plan.vocabulary)
+    bodies = [write_body(plan.config, plan.model, prompt) for prompt in prompts]
+    warm_plan = dataclasses.replace(plan, prompts=prompts, bodies=bodies)
+    load, answers = await loaded(warm_plan, client, [0.0] * len(prompts), lambda _: None)
+    if load.interrupted:
+        raise asyncio.CancelledError
+    failures = measure.failure_counts([answer.record for answer in answers])
+    if sum(failure.count for failure in failures) == len(prompts):
+        raise BenchFailure(
+            f"No warm-up request succeeded ({failures[0].kind}): {failures[0].example}"
+        )
+
+
+async def measured(plan: Plan, client: Client, watch: Watch) -> BenchRun:
+    """The run itself."""
+    due_s = arrivals.schedule(len(plan.prompts), plan.config.request_rate, plan.seeds.shape)
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    watch.begin(len(plan.prompts))
+    try:
+        load, answers = await loaded(
+            plan, client, due_s, lambda trace: watch.finished(trace.failure is not None)
+        )
+    finally:
+        watch.end()
+    info = None if load.interrupted else await target.server_info(client)
+    return record(plan, load, answers, started_at=started_at, server_info=info)
+
+
+async def loaded(
+    plan: Plan, client: Client, due_s: Sequence[float], on_finished: Callable[[Trace], None]
+) -> tuple[LoadResult, list[Answer]]:
+    """Send the plan's bodies; every request that finished is judged."""
+    ledger = Ledger(plan)
+
+    def finished(trace: Trace) -> None:
+        ledger.add(trace)
+        on_finished(trace)
+
+    load = Load(
+        path=protocol(plan.config.backend).path,
+        bodies=[json.dumps(body).encode() for body in plan.bodies],
+        due_s=due_s,
+        max_concurrency=plan.config.max_concurrency,
+    )
+    result = await run_load(client, load, finished)
+    count = plan.vocabulary.count if plan.vocabulary is not None else None
+    done = [trace for trace in result.traces if trace.is_finished]
+    return result, [judged(plan, trace, ledger.read(trace), count) for trace in done]
+
+
+def judged(plan: Plan, trace: Trace, reading: Reading, count: CountTokens | None) -> Answer:
+    """The verdict on one answer, and its figures."""
+    stream = not plan.config.disable_stream
+    prompt = plan.prompts[trace.index]
+    failure = verdict(
+        reading, wanted=prompt.output_tokens, ignore_eos=plan.ignore_eos, stream=stream
+    )
+    return measure.answer(trace, reading, prompt, failure, count, stream=stream)

@@ -1,0 +1,151 @@
+"""The record of a run, and what its reader must know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from tetrad import __version__
+from tetrad.bench import measure
+from tetrad.bench.client import LoadResult
+from tetrad.bench.measure import Answer, TokenSource
+from tetrad.bench.plan import Plan
+from tetrad.core.records import BenchRun, RequestRecord, Spread, Workload
+
+LATE_SHARE = 0.01
+"""A client that sends later than this share of the latency distorts it."""
+
+
+def record(
+    plan: Plan,
+    load: LoadResult,
+    answers: Sequence[Answer],
+    *,
+    started_at: str,
+    server_info: dict[str, Any] | None,
+) -> BenchRun:
+    """All figures of a run."""
+    config, stream = plan.config, not plan.config.disable_stream
+    records = [answer.record for answer in answers]
+    good = [r for r in records if r.failure is None]
+    times = measure.latencies(good, stream=stream)
+    run = BenchRun(
+        tetrad_version=__version__,
+        started_at=started_at,
+        backend=config.backend,
+        url=config.url,
+        model=plan.model,
+        server_info=server_info,
+        workload=described(plan),
+        duration_s=load.duration_s,
+        completed=len(good),
+        failed=len(records) - len(good),
+        unfinished=len(plan.prompts) - len(records),
+        interrupted=load.interrupted,
+        failures=measure.failure_counts(records),
+        input_tokens=sum(r.prompt_tokens for r in good),
+        output_tokens=sum(r.output_tokens for r in good),
+        output_tokens_retokenized=retokenized(plan, good),
+        output_tokens_of_failures=sum(r.output_tokens for r in records if r.failure is not None),
+        cached_tokens=cached_tokens(good),
+        token_source=source_of(answers),
+        latencies=times,
+        peak_output_tokens_per_s=measure.peak_tokens_per_s(good_stamps(answers))
+        if stream
+        else None,
+        peak_concurrency=measure.peak_in_flight(records),
+        concurrency=times.e2e_ms.mean * len(good) / 1e3 / load.duration_s,
+        requests=records if config.output_details else [],
+    )
+    return run.model_copy(update={"notes": list(notes(plan, run, answers))})
+
+
+def described(plan: Plan) -> Workload:
+    """The workload as it really was."""
+    config = plan.config
+    is_random = config.dataset_path is None
+    rate: float | Literal["inf"] = "inf" if math.isinf(config.request_rate) else config.request_rate
+    return Workload(
+        dataset=config.dataset_name,
+        num_prompts=len(plan.prompts),
+        random_input_len=config.random_input_len if is_random else None,
+        random_output_len=config.random_output_len if is_random else None,
+        random_range_ratio=config.random_range_ratio if is_random else None,
+        prompt_tokens=Spread.of([p.num_tokens for p in plan.prompts if p.num_tokens is not None]),
+        wanted_tokens=Spread.of([p.output_tokens for p in plan.prompts]),
+        seed=plan.seeds.shape,
+        content_seed=plan.seeds.content,
+        request_rate=rate,
+        max_concurrency=config.max_concurrency,
+        stream=not config.disable_stream,
+        ignore_eos=plan.ignore_eos,
+    )
+
+
+def good_stamps(answers: Sequence[Answer]) -> list[measure.Stamp]:
+    """When the tokens of the successful requests came."""
+    return [stamp for a in answers if a.record.failure is None for stamp in a.stamps]
+
+
+def retokenized(plan: Plan, good: Sequence[RequestRecord]) -> int | None:
+    """Tokens of the texts that came, by the client's tokenizer; None without one."""
+    if plan.vocabulary is None:
+        return None
+    return sum(plan.vocabulary.count(r.text) for r in good)
+
+
+def cached_tokens(good: Sequence[RequestRecord]) -> int | None:
+    """Prompt tokens the server took from its cache, where it says."""
+    said = [r.cached_tokens for r in good if r.cached_tokens is not None]
+    return sum(said) if said else None
+
+
+def source_of(answers: Sequence[Answer]) -> TokenSource:
+    """The least trustworthy way in which tokens were counted."""
+    sources = {answer.source for answer in answers}
+    trust: tuple[TokenSource, ...] = ("events", "tokenizer", "server")
+    return next((source for source in trust if source in sources), "server")
+
+
+def notes(plan: Plan, run: BenchRun, answers: Sequence[Answer]) -> Iterator[str]:
+    """What a reader must know before believing a figure."""
+    if plan.config.disable_stream:
+        yield (
+            "TTFT, TPOT, ITL and peak throughput are left out: without streaming an answer has one "
+            "time stamp."
+        )
+    if not plan.config.disable_ignore_eos and not plan.ignore_eos:
+        yield (
+            f"backend {run.backend} knows no ignore_eos, so answers may be shorter than asked and "
+            "that is not counted as a failure; sglang-oai and vllm send it."
+        )
+    yield from _counting_notes(run, answers)
+    late_ms = run.latencies.queue_ms.p99
+    if plan.config.max_concurrency is None and late_ms > LATE_SHARE * run.latencies.e2e_ms.mean:
+        yield f"1 % of the requests left the client more than {late_ms:.0f} ms late."
+
+
+def _counting_notes(run: BenchRun, answers: Sequence[Answer]) -> Iterator[str]:
+    good = [answer for answer in answers if answer.record.failure is None]
+    num_events = sum(len(a.stamps) for a in good if not a.counts_tokens)
+    num_tokens = sum(a.record.output_tokens for a in good if not a.counts_tokens)
+    if run.latencies.itl_ms is not None and num_events and num_tokens != num_events:
+        yield (
+            f"ITL is between events, which bring {num_tokens / num_events:.2f} tokens each on "
+            "average."
+        )
+    if run.token_source != "server":
+        how = "the client's tokenizer" if run.token_source == "tokenizer" else "one per event"
+        yield f"the server reports no usage; output tokens are counted by {how}."
+    both = [
+        (a.sent_prompt_tokens, a.server_prompt_tokens)
+        for a in good
+        if a.sent_prompt_tokens is not None and a.server_prompt_tokens is not None
+    ]
+    sent, counted = sum(pair[0] for pair in both), sum(pair[1] for pair in both)
+    if sent != counted:
+        yield f"the server counts {counted} prompt tokens where {sent} were sent."
+    if run.cached_tokens and run.input_tokens:
+        share = run.cached_tokens / run.input_tokens
+        yield f"{share:.1%} of the prompt tokens came from the server's prefix cache."

@@ -1,0 +1,92 @@
+"""The server under load: is it there, what does it call its model, what does it say of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tetrad.bench.client import Client, in_words
+from tetrad.bench.judge import error_message
+from tetrad.core.errors import BenchFailure, ConfigError
+
+POLL_S = 1.0
+FLUSH_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the server said of itself before the run."""
+
+    model: str | None
+    """First model of /v1/models, None where the server has no such route."""
+    tokenizer: Path | None
+    """Folder of the tokenizer, when it is on this machine."""
+
+
+async def find(client: Client, patience_s: float) -> Target:
+    """Wait until the server answers; raises BenchFailure when it never does."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return await _describe(client)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if loop.time() >= deadline:
+                if patience_s == 0:
+                    return Target(None, None)
+                raise BenchFailure(
+                    f"No server answered at {client.url} within {patience_s:g} s: "
+                    f"{in_words(error)}. Start one with `tetrad serve`, or name another with "
+                    "--base-url or --host and --port."
+                ) from error
+        await asyncio.sleep(min(POLL_S, max(0.0, deadline - loop.time())))
+
+
+async def _describe(client: Client) -> Target:
+    models = await get_json(client, "/v1/models")
+    listed = (models or {}).get("data") or [{}]
+    info = await get_json(client, "/model_info") or {}
+    named = info.get("tokenizer_path") or info.get("model_path") or listed[0].get("root")
+    folder = Path(str(named)) if named else None
+    is_here = folder is not None and (folder / "tokenizer.json").is_file()
+    return Target(listed[0].get("id"), folder if is_here else None)
+
+
+async def get_json(client: Client, path: str) -> dict[str, Any] | None:
+    """The JSON object at `path`; None where the server has none. Raises what the transport does."""
+    async with client.session.get(client.url + path) as answer:
+        body = await answer.read()
+    if answer.status != 200:
+        return None
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+async def server_info(client: Client) -> dict[str, Any] | None:
+    """/server_info after the run; None when it cannot be had, which spoils no figure."""
+    try:
+        return await get_json(client, "/server_info")
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None
+
+
+async def flush_cache(client: Client) -> None:
+    """Empty the prefix cache. Raises when the server has no such route or refuses."""
+    path = f"/flush_cache?timeout={FLUSH_TIMEOUT_S}"
+    async with client.session.post(client.url + path) as answer:
+        body = await answer.read()
+    if answer.status == 404:
+        raise ConfigError(
+            f"--flush-cache: {client.url} has no /flush_cache route; leave the flag out (prompts "
+            "are fresh for every run all the same)."
+        )
+    if not 200 <= answer.status < 300:
+        raise BenchFailure(f"The server did not flush its cache: {error_message(body)}")
