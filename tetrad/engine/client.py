@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, ClassVar
 
 import zmq
@@ -103,7 +103,7 @@ class EngineClient:
         """Seconds since the engine last said anything; it does so at least once a second."""
         return time.monotonic() - self._last_message_at
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield what each step gives `request`; ends after the output that carries `finish`.
 
         Raises RequestError before the first output if the engine refuses the request, and

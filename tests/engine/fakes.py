@@ -1,0 +1,90 @@
+"""A runner without a model: it keeps tokens in slots and derives the next one from what it reads.
+
+Whatever goes wrong with pages, chunks or resumption changes what it reads, hence what it says.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from tetrad.core.request import Request, SamplingParams
+from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
+from tetrad.engine.admission import Limits
+from tetrad.engine.scheduler import Scheduler
+
+VOCAB = 40
+EOS = 7
+UNWRITTEN = -1
+SPOILED = -2
+
+
+def next_token(token_ids: Sequence[int], seed: int) -> int:
+    """The fake model: any token of the past and the seed matter."""
+    digest = blake2b(array("i", token_ids), digest_size=8, salt=seed.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") % VOCAB
+
+
+def expected_output(request: Request, seed: int) -> list[int]:
+    """What an undisturbed run of `request` gives."""
+    sampling = request.sampling
+    ends = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {EOS})
+    known = list(request.prompt_ids)
+    while len(known) < len(request.prompt_ids) + sampling.max_new_tokens:
+        known.append(next_token(known, seed))
+        if known[-1] in ends:
+            break
+    return known[len(request.prompt_ids) :]
+
+
+class FakeRunner:
+    """`spoiled` rids write garbage and give logits that are not finite."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.slots = [UNWRITTEN] * (num_pages * PAGE_TOKENS)
+        self.spoiled: set[str] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for work in plan.sequences:
+            self._write(work)
+        return StepResult(tuple(self._sample(w) for w in plan.sequences if w.sample))
+
+    def _write(self, work: SequenceWork) -> None:
+        for position, token_id in enumerate(work.token_ids, work.start):
+            is_spoiled = work.rid in self.spoiled
+            self.slots[_slot(work, position)] = SPOILED if is_spoiled else token_id
+
+    def _sample(self, work: SequenceWork) -> SampledToken:
+        if work.rid in self.spoiled:
+            return SampledToken(work.rid, -1, is_finite=False)
+        past = [self.slots[_slot(work, i)] for i in range(work.num_kv_tokens)]
+        assert UNWRITTEN not in past, f"{work.rid} reads a slot nobody wrote"
+        assert SPOILED not in past, f"{work.rid} reads what a failed request wrote"
+        assert work.sample is not None
+        return SampledToken(work.rid, next_token(past, work.sample.seed), is_finite=True)
+
+
+def _slot(work: SequenceWork, position: int) -> int:
+    return work.pages[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
+
+
+def make_limits(
+    num_pages: int = 16, *, running: int = 4, step: int = 96, context: int = 512
+) -> Limits:
+    return Limits(num_pages, running, step, context, VOCAB, (EOS,))
+
+
+def make_scheduler(limits: Limits | None = None, *, use_prefix_cache: bool = True) -> Scheduler:
+    return Scheduler(
+        limits or make_limits(), use_prefix_cache=use_prefix_cache, draw_seed=lambda n: 1000 + n
+    )
+
+
+def make_request(
+    rid: str, prompt: int | Sequence[int] = 10, new: int = 5, **sampling: object
+) -> Request:
+    """`prompt`: the ids, or how many. Ignores the end token unless told otherwise."""
+    ids = [(3 * i + 1) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
+    params: dict[str, object] = {"max_new_tokens": new, "ignore_eos": True, "seed": 0, **sampling}
+    return Request(rid, tuple(ids), SamplingParams(**params))  # type: ignore[arg-type]

@@ -1,0 +1,111 @@
+"""Random add / step / abort / failure / flush sequences under memory pressure."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.engine.fakes import (
+    VOCAB,
+    FakeRunner,
+    expected_output,
+    make_limits,
+    make_request,
+    make_scheduler,
+)
+from tetrad.core.errors import RequestError
+from tetrad.core.request import Request
+from tetrad.engine.engine import Engine
+
+MAX_FAMILY = 2
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests of few prompt families, so that prefixes are shared, on a small pool."""
+
+    @initialize(
+        num_pages=st.integers(3, 9),
+        running=st.integers(1, 5),
+        step=st.integers(1, 200),
+        use_prefix_cache=st.booleans(),
+    )
+    def start(self, num_pages: int, running: int, step: int, use_prefix_cache: bool) -> None:
+        limits = make_limits(num_pages, running=running, step=step, context=450)
+        self.runner = FakeRunner(num_pages)
+        scheduler = make_scheduler(limits, use_prefix_cache=use_prefix_cache)
+        self.engine = Engine(scheduler, self.runner)
+        self.live: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.num_added = 0
+
+    @rule(
+        family=st.integers(0, MAX_FAMILY),
+        length=st.integers(1, 300),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+        new=st.integers(1, 150),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, family: int, length: int, tail: list[int], new: int, ignore_eos: bool) -> None:
+        rid = f"r{self.num_added}"
+        self.num_added += 1
+        prompt = [(i * i + family) % VOCAB for i in range(length)] + tail
+        request = make_request(rid, prompt, new, ignore_eos=ignore_eos, seed=self.num_added % 2)
+        limits = self.engine.scheduler.limits
+        fits = len(prompt) + new <= min(limits.cache_tokens, limits.context_tokens)
+        try:
+            self.engine.add(request)
+        except RequestError:
+            assert not fits
+        else:
+            assert fits
+            self.live[rid] = request
+
+    @rule(count=st.integers(1, 60))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for output in self.engine.step():
+                self.tokens.setdefault(output.rid, []).extend(output.token_ids)
+                if output.finish:
+                    self._finished(output.rid, output.finish.reason)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.live)))
+        self.engine.abort(rid)
+        del self.live[rid]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def spoil(self, data: st.DataObject) -> None:
+        self.runner.spoiled.add(data.draw(st.sampled_from(sorted(self.live))))
+
+    @rule()
+    def flush(self) -> None:
+        assert self.engine.flush_cache() == (not self.live)
+
+    @invariant()
+    def integrity(self) -> None:
+        self.engine.check_integrity()
+        assert self.engine.has_work == bool(self.live)
+
+    def teardown(self) -> None:
+        while self.engine.has_work:
+            self.step(1)
+        assert not self.live
+        self.engine.check_integrity()
+        assert self.engine.flush_cache()
+        assert self.engine.stats().used_pages == 0
+        assert self.engine.scheduler.cache.pool.num_free == self.engine.stats().total_pages
+
+    def _finished(self, rid: str, reason: str) -> None:
+        request = self.live.pop(rid)
+        assert (reason == "error") == (rid in self.runner.spoiled)
+        expected = expected_output(request, request.sampling.seed or 0)
+        got = self.tokens[rid]
+        assert got == (expected[: len(got)] if reason == "error" else expected)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

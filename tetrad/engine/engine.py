@@ -1,0 +1,105 @@
+"""The engine: schedule, run, apply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tetrad.core.messages import EngineStats
+from tetrad.core.request import Request, RequestOutput
+from tetrad.core.step import StepPlan, StepResult
+from tetrad.engine.scheduler import Scheduler
+
+RATE_WINDOW_S = 1.0
+
+
+class StepRunner(Protocol):
+    """Turns a plan into a result: `engine.runner.Runner`, or a fake in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class Engine:
+    """One model, its cache and its requests. Not thread-safe, but for `stats`."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, info: dict[str, Any] | None = None
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.info: dict[str, Any] = info or {}
+        """What was resolved and chosen at start, for /server_info."""
+        self._num_steps = 0
+        self._rate = Rate()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never be served."""
+        self.scheduler.add(request)
+
+    def abort(self, rid: str) -> None:
+        """Forget a request and free what it holds. An unknown rid is ignored."""
+        self.scheduler.abort(rid)
+
+    def step(self) -> list[RequestOutput]:
+        """One forward pass; what it gave each request that got a token or ended."""
+        if not self.has_work:
+            return []
+        plan = self.scheduler.schedule()
+        result = self.runner.run(plan)
+        outputs = self.scheduler.apply(plan, result)
+        self._num_steps += 1
+        self._rate.count(len(outputs))
+        return outputs
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False, and nothing done, while anything runs or waits."""
+        return self.scheduler.flush_cache()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError with a drawing if a page is lost, held twice or out of order."""
+        self.scheduler.check_integrity()
+
+    def stats(self) -> EngineStats:
+        """A reading for heartbeats and metrics."""
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        return EngineStats(
+            running_requests=len(scheduler.running),
+            waiting_requests=len(scheduler.waiting),
+            used_pages=scheduler.num_used_pages,
+            cached_pages=scheduler.cache.num_idle,
+            total_pages=scheduler.limits.num_pages,
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            generated_tokens_total=counters.generated_tokens,
+            preemptions_total=counters.preemptions,
+            nonfinite_total=counters.nonfinite,
+            steps_total=self._num_steps,
+            gen_throughput=self._rate.per_s(),
+        )
+
+
+class Rate:
+    """Tokens per second over the last full window; 0 after a longer silence."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._opened_at = clock()
+        self._num_tokens = 0
+        self._last = 0.0
+
+    def count(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        elapsed_s = self._clock() - self._opened_at
+        if elapsed_s >= RATE_WINDOW_S:
+            self._last = self._num_tokens / elapsed_s
+            self._opened_at += elapsed_s
+            self._num_tokens = 0
+
+    def per_s(self) -> float:
+        is_silent = self._clock() - self._opened_at > 2 * RATE_WINDOW_S
+        return 0.0 if is_silent else self._last

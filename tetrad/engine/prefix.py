@@ -1,0 +1,118 @@
+"""The prefix cache: full pages of finished and running sequences, found by what they hold.
+
+A page is named by a hash of its 64 tokens and of the name of the page before it, so that equal
+names mean equal prefixes. The hash is a cryptographic one: with a weaker hash a client could craft
+tokens that make another client's prompt continue from the wrong keys.
+
+Only full pages are shared and nobody writes to a full page, so sharing needs no copies. A page that
+only the cache holds is *idle*. Idle pages are evicted in the order in which they became so, and the
+pages of a sequence become so from the last to the first: a prefix outlives its extensions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.blocks import PagePool
+
+NAME_BYTES = 16
+
+
+def extend_names(names: list[bytes], token_ids: Sequence[int], num_tokens: int) -> None:
+    """Append the names of the full pages of `token_ids[:num_tokens]` that `names` lacks."""
+    for page in range(len(names), num_tokens // PAGE_TOKENS):
+        digest = blake2b(names[-1] if names else b"", digest_size=NAME_BYTES)
+        digest.update(array("I", token_ids[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]))
+        names.append(digest.digest())
+
+
+class PrefixCache:
+    """Stands before the pool: allocates (evicting if it must), shares, and keeps pages.
+
+    A disabled cache keeps nothing and finds nothing.
+    """
+
+    def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
+        self.pool = pool
+        self.is_enabled = is_enabled
+        self._page_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_idle(self) -> int:
+        """Pages held by the cache alone."""
+        return len(self._idle)
+
+    @property
+    def num_available(self) -> int:
+        """Pages an allocation can have: free ones and idle ones."""
+        return self.pool.num_free + len(self._idle)
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """Pages of the longest known prefix of `names`. Nothing is held yet."""
+        pages = []
+        for name in names:
+            page = self._page_of.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def num_idle_among(self, pages: Iterable[int]) -> int:
+        return sum(page in self._idle for page in pages)
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Hold found pages for one more sequence."""
+        for page in pages:
+            self.pool.retain(page)
+            self._idle.pop(page, None)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take pages for a sequence; evicts idle ones as needed. At most `num_available`."""
+        while self.pool.num_free < count:
+            page, _ = self._idle.popitem(last=False)
+            self._drop(page)
+        return self.pool.allocate(count)
+
+    def keep(self, name: bytes, page: int) -> None:
+        """Remember a full, computed page that a sequence holds. A name that is known stays with
+        the page it has: the newcomer's page is freed with its sequence."""
+        if self.is_enabled and name not in self._page_of:
+            self._page_of[name] = page
+            self._name_of[page] = name
+            self.pool.retain(page)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back one sequence's pages; those the cache keeps become idle."""
+        for page in reversed(pages):
+            if self.pool.release(page) == 1 and page in self._name_of:
+                self._idle[page] = None
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Drop pages whose content must not be trusted. Sequences that hold them keep them."""
+        for page in pages:
+            if page in self._name_of:
+                self._idle.pop(page, None)
+                self._drop(page)
+
+    def flush(self) -> None:
+        """Forget every page."""
+        self.forget(list(self._name_of))
+
+    def _drop(self, page: int) -> None:
+        del self._page_of[self._name_of.pop(page)]
+        self.pool.release(page)
+
+    def check(self, held: Sequence[int]) -> None:
+        """Raise AssertionError unless every page is explained by `held` (what sequences hold, one
+        entry per reference) and by this cache."""
+        assert {page: name for name, page in self._page_of.items()} == self._name_of
+        live = set(held)
+        idle = {page for page in self._name_of if page not in live}
+        assert idle == set(self._idle), f"idle: {sorted(self._idle)}, should be {sorted(idle)}"
+        self.pool.check([*held, *self._name_of])

@@ -1,0 +1,77 @@
+"""One request while it lives in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tetrad.core.request import Request
+from tetrad.core.step import PAGE_TOKENS, SampleWork
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Known tokens are prompt and output; computed tokens are those whose keys are in the cache."""
+
+    request: Request
+    seed: int
+    arrival: int
+    """Place in the order of arrival, which is the order of service."""
+    end_ids: frozenset[int]
+    """Tokens that end it: the model's end tokens unless ignored, and its own stop tokens."""
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    pages: tuple[int, ...] = ()
+    page_names: list[bytes] = field(default_factory=list)
+    """Names of its first full pages, as far as they were needed."""
+    num_kept: int = 0
+    """Pages offered to the prefix cache, or taken from it."""
+    num_cached_prompt: int | None = None
+    """Prompt tokens taken from the prefix cache when it first ran; None before."""
+    num_preemptions: int = 0
+    needs_history: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+        sampling = self.request.sampling
+        self.needs_history = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+        )
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens its pages can hold."""
+        return len(self.pages) * PAGE_TOKENS
+
+    def sample_work(self) -> SampleWork:
+        """What the sampler needs for the next token."""
+        sampling = self.request.sampling
+        num_generated = self.num_generated
+        is_early = num_generated < sampling.min_new_tokens
+        return SampleWork(
+            params=sampling,
+            seed=self.seed,
+            num_generated=num_generated,
+            history_ids=tuple(self.token_ids) if self.needs_history else (),
+            num_prompt=self.num_prompt,
+            banned_ids=tuple(sorted(self.end_ids)) if is_early else (),
+        )
+
+    def forget_computed(self) -> tuple[int, ...]:
+        """Fall back to nothing computed; returns the pages to give back."""
+        pages, self.pages = self.pages, ()
+        self.num_computed = 0
+        return pages
