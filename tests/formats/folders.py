@@ -26,7 +26,7 @@ def write_folder(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in shard.items()}, folder / file)
+        save_file({name: tensor.clone() for name, tensor in shard.items()}, folder / file)
         weight_map.update(dict.fromkeys(shard, file))
     if index or (index is None and len(shards) > 1):
         write_index(folder, weight_map)
