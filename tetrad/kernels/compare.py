@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far `actual` is from `expected`; all infinite or NaN when something is not finite."""
+    """How far `actual` is from `expected`; all NaN when they cannot be compared."""
 
     relative_l2: float
     """|actual - expected| / |expected|, over all elements; absolute when expected is zero."""
@@ -24,7 +25,7 @@ class Comparison:
         return self.relative_l2 <= tolerance
 
 
-FAILED = Comparison(relative_l2=torch.inf, max_abs=torch.inf, cosine=torch.nan, is_exact=False)
+FAILED = Comparison(relative_l2=math.nan, max_abs=math.nan, cosine=math.nan, is_exact=False)
 
 
 def compare(actual: Tensor, expected: Tensor) -> Comparison:

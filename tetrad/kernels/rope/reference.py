@@ -10,13 +10,13 @@ from tetrad.kernels.backend import Backend
 
 def run(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """A pair is one complex number, and rotating it is one multiplication."""
-    wide = x.float()
+    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if interleaved:
-        real, imaginary = wide[..., 0::2], wide[..., 1::2]
+        pairs = wide.view(*x.shape[:-1], -1, 2)
     else:
-        real, imaginary = wide.chunk(2, dim=-1)
+        pairs = wide.view(*x.shape[:-1], 2, -1).transpose(-1, -2).contiguous()
     turn = torch.complex(cos, sin).unsqueeze(1)
-    rotated = torch.view_as_real(torch.complex(real, imaginary) * turn)
+    rotated = torch.view_as_real(torch.view_as_complex(pairs) * turn)
     return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2).to(x.dtype)
 
 

@@ -1,0 +1,82 @@
+"""Cutting a ragged step into rectangles loses and invents nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.kernels import ragged as ragged_module
+from tetrad.kernels.canary import try_case
+from tetrad.kernels.contract import case
+from tetrad.kernels.draw import Draw, Lens, rows_of, sequence_slots
+from tetrad.kernels.ragged import Ragged
+from tetrad.kernels.registry import OPS
+
+STEPS: dict[str, Lens] = {
+    "one token": ((1, 1),),
+    "decodes": ((1, 3), (1, 200), (1, 64)),
+    "prompts": ((7, 7), (70, 70), (8, 8)),
+    "mixed": ((1, 130), (5, 5), (1, 1), (66, 130), (2, 65), (1, 7)),
+}
+CPU = torch.device("cpu")
+
+
+def make(lens: Lens) -> Ragged:
+    return Draw.of(case("ragged"), torch.float32, CPU).ragged(lens)
+
+
+@pytest.mark.parametrize("max_pairs", [1, 300, 1 << 20])
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
+def test_every_row_sees_exactly_the_keys_up_to_its_own(
+    lens: Lens, max_pairs: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ragged_module, "MAX_BLOCK_PAIRS", max_pairs)
+    monkeypatch.setattr(ragged_module, "_FREE_PADDING_PAIRS", 40)
+    step = make(lens)
+    seen: dict[int, list[int]] = {}
+    for block in step.blocks:
+        flat_mask = block.mask.flatten(0, 1)
+        slots = block.slots.repeat_interleave(block.mask.shape[1], dim=0)
+        kept = range(len(flat_mask)) if block.kept is None else block.kept.tolist()
+        for i in kept:
+            row = int(block.rows.flatten()[i])
+            assert row not in seen
+            seen[row] = slots[i][flat_mask[i] == 0].tolist()
+    for row, sequence, num_keys in rows_of(step):
+        assert seen.pop(row) == sequence_slots(step, sequence)[:num_keys].tolist()
+    assert not seen
+
+
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
+def test_no_block_is_larger_than_allowed(lens: Lens, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ragged_module, "MAX_BLOCK_PAIRS", 300)
+    assert all(block.mask.numel() <= 300 for block in make(lens).blocks)
+
+
+def test_decodes_share_a_block_and_prompts_of_like_length_do():
+    decodes = ((1, 300),) * 40
+    assert len(make(decodes).blocks) == 1
+    assert len(make(((60, 60), (64, 64), (50, 50), *decodes)).blocks) == 2
+
+
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
+def test_row_slots_find_each_rows_own_pages(lens: Lens):
+    step = make(lens)
+    rows = rows_of(step)
+    last = torch.tensor([[num_keys - 1, 0] for _, _, num_keys in rows])
+    found = step.row_slots(last).tolist()
+    for row, sequence, num_keys in rows:
+        slots = sequence_slots(step, sequence).tolist()
+        assert found[row] == [slots[num_keys - 1], slots[0]]
+        assert all(slot // PAGE_TOKENS in step.page_table[sequence] for slot in found[row])
+
+
+@pytest.mark.parametrize("op", ["mla", "index_score"])
+def test_ops_do_not_depend_on_how_the_step_is_cut(op: str, monkeypatch: pytest.MonkeyPatch):
+    """The mixed step in many small blocks; by default it is one."""
+    monkeypatch.setattr(ragged_module, "MAX_BLOCK_PAIRS", 100)
+    mixed = OPS[op].contract.cases[0]
+    assert len(make(mixed["lens"]).blocks) > 5
+    (result,) = try_case(OPS[op], OPS[op].backends["torch"], mixed, torch.float32, CPU)
+    assert result.passes(OPS[op].contract.tolerance["float32"]), result

@@ -1,0 +1,156 @@
+"""Choosing backends: order of preference, refusals, forced choices, and a canary that can die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tetrad.kernels
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import UnsupportedError
+from tetrad.kernels import canary as canary_module
+from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.canary import canary
+from tetrad.kernels.device import snapshot
+from tetrad.kernels.registry import OPS
+from tetrad.kernels.select import FLAG_OPS, OP_NAMES, OpSet, choose, resolve_ops
+
+CPU = torch.device("cpu")
+HERE = snapshot("cpu")
+
+
+def test_the_registry_is_what_lies_on_disk():
+    root = Path(tetrad.kernels.__file__).parent
+    folders = {path.parent.name for path in root.glob("*/contract.py")}
+    assert folders == set(OPS)
+    assert set(OP_NAMES) == set(OPS)
+    for name, op in OPS.items():
+        assert op.contract.name == name
+        assert (root / name / "reference.py").is_file()
+        assert (root / name / "check.py").is_file()
+        assert op.backends["torch"] is list(op.backends.values())[-1]
+
+
+def test_flags_that_force_a_backend_exist():
+    assert set(FLAG_OPS) <= set(ServeConfig.model_fields)
+    assert set(FLAG_OPS.values()) <= set(OPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_resolving_on_a_cpu(dtype: torch.dtype):
+    ops = resolve_ops("cpu", {"experts": "torch", "mla": "auto"}, dtype)
+    rows = {row["op"]: row for row in ops.report}
+    assert list(rows) == [f.name for f in fields(OpSet) if f.name != "choices"]
+    assert {row["backend"] for row in rows.values()} == {"torch"}
+    assert rows["experts"]["reason"] == "asked for"
+    assert rows["mla"] == {
+        "op": "mla", "backend": "torch", "reason": "the only one", "refusals": {},
+    }  # fmt: skip
+    assert ops.rope is OPS["rope"].backends["torch"]
+
+
+def test_an_unknown_op_or_backend_names_the_nearest():
+    with pytest.raises(UnsupportedError, match=r"no op 'expert'\. Did you mean 'experts'"):
+        resolve_ops("cpu", {"expert": "torch"})
+    with pytest.raises(
+        UnsupportedError, match=r"no backend 'troch'; it has 'torch', or 'auto'.*'to"
+    ):
+        resolve_ops("cpu", {"experts": "troch"})
+
+
+def op_with(*names: str) -> Op:
+    backends = {name: replace(OPS["rope"].backends["torch"], name=name) for name in names}
+    return replace(OPS["rope"], backends=backends)
+
+
+def refuse(**sentences: str) -> Callable[[Op, Backend], str | None]:
+    return lambda _op, backend: sentences.get(backend.name)
+
+
+def test_the_first_that_does_not_refuse_is_chosen_and_refusals_are_kept():
+    choice = choose(op_with("a", "b", "c"), "auto", HERE, refuse(a="needs four legs"))
+    assert choice.backend == "b"
+    assert choice.refusals == {"a": "needs four legs"}
+    assert choice.reason == "the first that can run here"
+    assert choose(op_with("a", "b"), "auto", HERE, refuse()).reason == "the first choice"
+
+
+def test_a_forced_backend_that_refuses_says_why_and_what_would_work():
+    with pytest.raises(UnsupportedError, match=r"rope.*a: needs four legs\..*'b' or 'auto'"):
+        choose(op_with("a", "b"), "a", HERE, refuse(a="needs four legs"))
+
+
+def test_when_all_refuse_all_reasons_are_told():
+    with pytest.raises(UnsupportedError, match="a: too old; b: too new"):
+        choose(op_with("a", "b"), "auto", HERE, refuse(a="too old", b="too new"))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("fault", ["nan", "wrong"])
+def test_the_canary_of_every_op_notices(op: Op, fault: str):
+    """A backend whose result is off in one element must not be used."""
+
+    def broken(**arguments: Any) -> Any:
+        result = op.backends["torch"].run(**arguments)
+        first = result[0] if isinstance(result, tuple) else result
+        flat = first.view(-1)
+        if first.is_floating_point():
+            flat[0] = torch.nan if fault == "nan" else 2 * flat[0] + 1
+        else:
+            flat[0] += 1
+        return result
+
+    backend = replace(op.backends["torch"], name="broken", run=broken)
+    sentence = canary(op, backend, torch.float32, CPU)
+    assert sentence is not None
+    assert "wrong numbers on this device" in sentence
+    assert op.contract.cases[0].name in sentence
+    assert canary(op, op.backends["torch"], torch.float32, CPU) is None
+
+
+def test_the_canary_reads_every_case_it_should(monkeypatch: pytest.MonkeyPatch):
+    """Attention over selected keys is the second case of its contract."""
+    run = OPS["mla"].backends["torch"].run
+
+    def ignores_the_selection(**arguments: Any) -> Any:
+        return run(**(arguments | {"selected": None}))
+
+    backend = Backend("careless", ignores_the_selection)
+    sentence = canary(OPS["mla"], backend, torch.float32, CPU)
+    assert sentence is not None
+    assert "'selected'" in sentence
+    monkeypatch.setattr(canary_module, "CANARY_CASES", 1)
+    assert canary(OPS["mla"], backend, torch.float32, CPU) is None
+
+
+def test_a_backend_that_fails_its_canary_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    off = replace(OPS["rope"].backends["torch"], name="off", run=lambda x, cos, sin, interleaved: x)
+    broken = replace(OPS["rope"], backends={"off": off, **OPS["rope"].backends})
+    monkeypatch.setattr("tetrad.kernels.select.OPS", {**OPS, "rope": broken})
+    (row,) = (row for row in resolve_ops("cpu").report if row["op"] == "rope")
+    assert row["backend"] == "torch"
+    assert "relative error" in row["refusals"]["off"]
+
+
+def test_the_snapshot_of_the_cpu():
+    assert HERE.kind == "cpu"
+    assert HERE.compute_capability is None
+    assert HERE.memory_bytes > 1 << 28
+    assert HERE.num_cores >= 1
+    assert HERE.as_dict()["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.gpu
+def test_resolving_on_a_gpu():
+    found = snapshot("cuda")
+    assert found.kind == "cuda"
+    assert found.compute_capability is not None
+    assert found.memory_bytes > 1 << 30
+    assert {row["backend"] for row in resolve_ops("cuda", dtype=torch.bfloat16).report} == {"torch"}
