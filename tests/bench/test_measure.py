@@ -9,7 +9,7 @@ from tetrad.bench.client import Trace
 from tetrad.bench.measure import (
     Answer,
     answer,
-    failure_counts,
+    count_failures,
     inter_token_ms,
     latencies,
     peak_in_flight,
@@ -112,18 +112,13 @@ def test_spread_is_numpys():
 
 
 def test_failures_are_counted_by_kind_with_their_first_example():
-    def failed(index: int, kind, message: str) -> RequestRecord:
-        return record(0, 1, index=index, failure=Failure(kind=kind, message=message))
-
-    counts = failure_counts(
-        [
-            failed(0, "empty", "nothing"),
-            record(0, 1),
-            failed(2, "truncated", "first"),
-            failed(3, "truncated", "second"),
-        ]
-    )
-    assert [(c.kind, c.count, c.example, c.example_request) for c in counts] == [
-        ("truncated", 2, "first", 2),
+    outcomes = [
+        (0, Failure(kind="empty", message="nothing")),
+        (1, None),
+        (3, Failure(kind="truncated", message="first")),
+        (4, Failure(kind="truncated", message="second")),
+    ]
+    assert [(c.kind, c.count, c.example, c.example_request) for c in count_failures(outcomes)] == [
+        ("truncated", 2, "first", 3),
         ("empty", 1, "nothing", 0),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -134,21 +134,17 @@ def peak_in_flight(records: Sequence[RequestRecord]) -> int:
     return most
 
 
-def failure_counts(records: Sequence[RequestRecord]) -> list[FailureCount]:
-    """Each kind of failure with its number and first example, most frequent first."""
-    examples: dict[str, RequestRecord] = {}
-    counts: Counter[str] = Counter()
-    for record in records:
-        if record.failure is not None:
-            counts[record.failure.kind] += 1
-            examples.setdefault(record.failure.kind, record)
-    return [
-        FailureCount(
-            kind=failure.kind,
-            count=number,
-            example=failure.message,
-            example_request=examples[kind].index,
-        )
-        for kind, number in counts.most_common()
-        if (failure := examples[kind].failure) is not None
-    ]
+def count_failures(outcomes: Iterable[tuple[int, Failure | None]]) -> list[FailureCount]:
+    """Each kind of failure with its number and first example, most frequent first. `outcomes` are
+    (index of the request, its failure)."""
+    examples: dict[str, FailureCount] = {}
+    for index, failure in outcomes:
+        if failure is not None:
+            known = examples.get(failure.kind)
+            examples[failure.kind] = FailureCount(
+                kind=failure.kind,
+                count=1 if known is None else known.count + 1,
+                example=failure.message if known is None else known.example,
+                example_request=index if known is None else known.example_request,
+            )
+    return sorted(examples.values(), key=lambda count: -count.count)

@@ -104,7 +104,7 @@ async def _warm_requests(plan: Plan, client: Client) -> None:
     load, answers = await loaded(warm_plan, client, [0.0] * len(prompts), lambda _: None)
     if load.interrupted:
         raise asyncio.CancelledError
-    failures = measure.failure_counts([answer.record for answer in answers])
+    failures = measure.count_failures((a.record.index, a.record.failure) for a in answers)
     if sum(failure.count for failure in failures) == len(prompts):
         raise BenchFailure(
             f"No warm-up request succeeded ({failures[0].kind}): {failures[0].example}"

@@ -43,7 +43,7 @@ def record(
         failed=len(records) - len(good),
         unfinished=len(plan.prompts) - len(records),
         interrupted=load.interrupted,
-        failures=measure.failure_counts(records),
+        failures=measure.count_failures((r.index, r.failure) for r in records),
         input_tokens=sum(r.prompt_tokens for r in good),
         output_tokens=sum(r.output_tokens for r in good),
         output_tokens_retokenized=retokenized(plan, good),

@@ -66,7 +66,7 @@ def _parameters(config: type[Config], positional: tuple[str, ...]) -> Iterator[i
 def _flag(name: str, field: FieldInfo, group: Group) -> Parameter:
     extra = _extra(field)
     return Parameter(
-        name=["--" + name.replace("_", "-"), *extra["aliases"]],
+        name=["--" + name.rstrip("_").replace("_", "-"), *extra["aliases"]],
         help=f"{field.description}{_range(field)}",
         group=group,
         negative="",

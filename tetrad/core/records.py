@@ -209,3 +209,58 @@ class BenchRun(Record):
 
     def _rate(self, amount: int) -> float:
         return amount / self.duration_s if self.duration_s > 0 else 0.0
+
+
+class KindScore(Record):
+    """Exact matches on one kind of problem, or on all of them."""
+
+    kind: str
+    correct: int
+    total: int
+    low: float
+    high: float
+    """Wilson's 95 % interval of the share of right answers."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return self.correct / self.total if self.total else 0.0
+
+
+class Mistake(Record):
+    """One problem that was not answered right."""
+
+    kind: str
+    question: str
+    expected: str
+    answer: str
+
+
+class EvalRun(Record):
+    """One run of `tetrad eval`."""
+
+    kind: Literal["eval_run"] = "eval_run"
+    schema_version: Literal[1] = 1
+    tetrad_version: str
+    started_at: str
+    """UTC, ISO 8601."""
+    model: str | None
+    seed: int
+    duration_s: float
+    kinds: list[KindScore]
+    overall: KindScore
+    failures: list[FailureCount]
+    """Requests without an answer; they count as wrong."""
+    mistakes: list[Mistake]
+    """The first few."""
+
+
+def wilson(correct: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share, 95 % by default; (0, 1) without any sample."""
+    if total == 0:
+        return 0.0, 1.0
+    share = correct / total
+    centre = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
