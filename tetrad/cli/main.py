@@ -22,6 +22,7 @@ app = App(
     version=f"tetrad {__version__}",
     help_format="plaintext",
     version_format="plaintext",
+    suppress_keyboard_interrupt=False,
 )
 app.command(
     "tetrad.cli.serve:serve",

@@ -1,0 +1,80 @@
+"""`tetrad bench serve` as a command: its block, its file, its exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.bench.mock_server import MockServer
+from tests.cli.conftest import beside
+from tetrad.core.records import BenchRun
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "What is 3+5?", "output_len": 8}\n' * 4)
+    return str(path)
+
+
+def test_a_clean_run_prints_the_block_and_appends_a_line(tetrad, prompts, tmp_path):
+    results = tmp_path / "results.jsonl"
+    common = ["--dataset-name", "custom", "--dataset-path", prompts, "--output-file", str(results)]
+    with beside(MockServer()) as url:
+        for _ in range(2):
+            code, out, err = tetrad(
+                "bench", "serve", "--base-url", url, *common, "--output-details"
+            )
+            assert code == 0
+    assert out.startswith("\n============ Serving Benchmark Result ============\n")
+    assert "Successful requests:                     4         " in out.splitlines()
+    assert "output lengths: 4 requests, 32 tokens, mean 8.0, min 8, median 8, max 8" in err
+    first, second = (json.loads(line) for line in results.read_text().splitlines())
+    assert first["completed"] == second["completed"] == 4
+    assert first["output_lens"] == [8, 8, 8, 8]
+    record = BenchRun.model_validate(first["tetrad"])
+    assert record.workload.wanted_tokens.mean == 8
+    assert len(record.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    ["http 500", "error event", "truncated", "broken connection", "empty", "early stop"],
+)
+def test_any_failure_fails_the_command(behaviour: str, tetrad, prompts):
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts, "--max-conc", "1"]
+    with beside(MockServer(behaviour, healthy=2)) as url:
+        code, out, err = tetrad("bench", "serve", "--base-url", url, *arguments)
+    assert code == 6
+    assert "Failed requests:                         3         " in out.splitlines()
+    assert "3 of 4 requests failed:" in out
+    assert "error: 3 of 4 requests failed, 0 are allowed (--allow-failures)." in err
+
+
+def test_failures_may_be_allowed(tetrad, prompts):
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts, "--max-conc", "1"]
+    with beside(MockServer("http 500", healthy=3)) as url:
+        code, _, _ = tetrad("bench", "serve", "--base-url", url, *arguments, "--allow-fail", "2")
+    assert code == 0
+    with beside(MockServer("http 500", healthy=3)) as url:
+        code, _, _ = tetrad("bench", "serve", "--base-url", url, *arguments, "--allow-fail", "1")
+    assert code == 6
+
+
+def test_nobody_there(tetrad, prompts):
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts]
+    url = "http://127.0.0.1:9"
+    code, out, err = tetrad("bench", "serve", "--base-url", url, *arguments, "--ready", "0.1")
+    assert code == 6
+    assert out == ""
+    assert err.startswith(f"error: No server answered at {url} within 0.1 s: cannot connect")
+
+
+def test_abbreviations_are_taken_where_they_are_unique(tetrad, prompts):
+    arguments = ["--dataset-n=custom", "--dataset-p", prompts, "--random-out=4"]
+    with beside(MockServer()) as url:
+        assert tetrad("bench", "serve", "--base-url", url, *arguments)[0] == 0
+    code, _, err = tetrad("bench", "serve", "--dataset", "custom")
+    assert code == 2
+    assert "Unknown option: --dataset." in err

@@ -1,0 +1,181 @@
+"""The door: help, version, mistakes as sentences, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import tetrad as package
+from tetrad.cli.flags import all_flags
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import BenchFailure, CapacityError, ConfigError, EngineDiedError
+
+VERBS = ("serve", "chat", "bench", "bench serve", "eval", "quantize", "doctor")
+HEAVY = ("torch", "aiohttp", "fastapi", "uvicorn", "tokenizers", "transformers", "numpy")
+
+LOOK = """
+import json, sys
+from tetrad.cli.main import main
+sys.argv = ["tetrad", *sys.argv[1:]]
+code = main()
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def modules_after(*arguments: str) -> list[str]:
+    """What a fresh process has imported after running a command line."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, *arguments], capture_output=True, text=True, check=True
+    )
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    return list(modules)
+
+
+def test_help_imports_no_verb_and_nothing_heavy():
+    """`tetrad --help` must be there at once: it reads no configuration either."""
+    modules = modules_after("--help")
+    assert "tetrad.cli.main" in modules
+    unwanted = [m for m in modules if m.split(".")[0] in HEAVY or m.startswith("tetrad.cli.serve")]
+    assert not unwanted
+    assert "pydantic" not in modules
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_imports_nothing_heavy(verb: str):
+    unwanted = [m for m in modules_after(*verb.split(), "--help") if m in HEAVY]
+    assert not unwanted
+
+
+def test_version(tetrad):
+    assert tetrad("--version") == (0, f"tetrad {package.__version__}\n", "")
+
+
+def test_help_lists_the_verbs(tetrad):
+    code, out, _ = tetrad("--help")
+    assert code == 0
+    for verb in ("serve", "chat", "bench", "eval", "quantize", "doctor"):
+        assert f" {verb} " in out
+    assert tetrad()[:2] == (code, out)
+
+
+def test_help_of_serve_has_every_field_with_group_range_and_default(tetrad):
+    _, out, _ = tetrad("serve", "--help")
+    for name in ServeConfig.model_fields:
+        assert f"--{name.replace('_', '-')}" in out
+    for group in ("Model", "Scheduling", "Memory", "Kernels", "Server"):
+        assert f"─ {group} ─" in out
+    text = " ".join(out.replace("│", " ").split())
+    assert "[at least 1, at most 65,536]" in text
+    assert "[choices: auto, cpu, cuda] [default: auto]" in text
+    assert "[env var: TETRAD_API_KEY]" in text
+
+
+def test_flags_are_the_fields_and_their_aliases():
+    flags = all_flags()
+    assert flags == sorted(flags)
+    assert {f for f in flags if f.startswith("serve:")} == {
+        f"serve:{flag}"
+        for name, field in ServeConfig.model_fields.items()
+        for flag in ("--" + name.replace("_", "-"), *field.json_schema_extra["aliases"])  # type: ignore
+    }
+    for flag in ("bench/serve:--random-input-len", "quantize:--source", "doctor:--json"):
+        assert flag in flags
+
+
+def test_serve_gets_its_configuration(tetrad, monkeypatch):
+    seen: list[ServeConfig] = []
+
+    def run(config: ServeConfig) -> int:
+        seen.append(config)
+        return 3
+
+    monkeypatch.setattr("tetrad.server.launch.run", run)
+    arguments = ["model", "--tp-size=1", "--port", "7", "--disable-radix-cache"]
+    assert tetrad("serve", *arguments)[0] == 3
+    monkeypatch.setenv("TETRAD_API_KEY", "secret")
+    assert tetrad("serve", "--model-path", "other")[0] == 3
+    first, second = seen
+    assert (str(first.model), first.port, first.disable_radix_cache) == ("model", 7, True)
+    assert first.api_key is None
+    assert (str(second.model), second.api_key) == ("other", "secret")
+    assert second.port == ServeConfig().port
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serv"], 'Unknown command "serv". Did you mean "serve"?'),
+        (["serve", "--portt", "1"], "Unknown option: --portt. Did you mean --port?"),
+        (["serve", "--max-runing-requests=4"], "Did you mean --max-running-requests?"),
+        (["serve", "--max-running"], "Unknown option: --max-running."),
+        (["serve", "--port", "x"], 'Invalid value for --port: unable to convert "x" into int.'),
+        (["serve", "--port", "70000"], "--port 70000: input should be less than or equal to 65535"),
+        (["serve", "--device", "gpu"], 'Choose from: "auto", "cpu", "cuda".'),
+        (["serve", "a", "b"], "Unused Tokens: ['b']."),
+        (["chat", "--url", "u", "--model", "m"], "--model starts a server and --url uses one"),
+        (["eval", "--kinds", "sum22"], "there is no kind 'sum22'. Did you mean 'sum2'?"),
+        (["bench", "serve", "--random-in-len", "4"], "Did you mean --random-input-len?"),
+        (["bench", "serve", "--output-file", "no/such/f"], "there is no such folder"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str, tetrad):
+    code, out, err = tetrad(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("said"), 2),
+        (CapacityError("said"), 3),
+        (EngineDiedError("said"), 5),
+        (BenchFailure("said"), 6),
+    ],
+)
+def test_errors_of_ours_are_told_and_have_their_exit_code(error, code: int, tetrad, monkeypatch):
+    def fail(config):
+        raise error
+
+    monkeypatch.setattr("tetrad.server.launch.run", fail)
+    assert tetrad("serve") == (code, "", "error: said\n")
+
+
+def test_a_bug_keeps_its_traceback_and_ctrl_c_is_130(tetrad, monkeypatch):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    def broken(config):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("tetrad.server.launch.run", interrupted)
+    assert tetrad("serve") == (130, "", "")
+    monkeypatch.setattr("tetrad.server.launch.run", broken)
+    with pytest.raises(ZeroDivisionError):
+        tetrad("serve")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """As in `tetrad doctor --json | head -1`, where head closes the pipe early."""
+    script = (
+        "import sys\nimport tetrad.server.launch as launch\n"
+        "launch.run = lambda config: [print('x' * 100) for _ in range(10000)] and 0\n"
+        "from tetrad.cli.main import main\nsys.argv = ['tetrad', 'serve']\nsys.exit(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        complaint = child.stderr.read()
+    assert (child.returncode, complaint) == (141, b"")
