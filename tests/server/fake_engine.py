@@ -1,0 +1,144 @@
+"""An engine without a model: it says what a script tells it, and remembers who it still holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tetrad.core.errors import EngineDiedError
+from tetrad.core.messages import EngineStats
+from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
+from tetrad.engine.admission import Limits, check_request
+
+VOCAB = 512
+EOS = 498
+"""<|user|> of the embedded tokenizer."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step gives a request."""
+
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+
+
+Script = Callable[[Request], Sequence[Step]]
+
+
+def saying(token_ids: Sequence[int], num_per_step: int = 1) -> Script:
+    """Say these tokens, then the end token; obeys max_new_tokens and ignore_eos."""
+
+    def script(request: Request) -> list[Step]:
+        most = request.sampling.max_new_tokens
+        ids = [*token_ids, *([] if request.sampling.ignore_eos else [EOS])]
+        while request.sampling.ignore_eos and len(ids) < most:
+            ids += token_ids
+        is_cut = len(ids) > most or request.sampling.ignore_eos
+        finish = Finish("length") if is_cut else Finish("stop", matched_token=EOS)
+        ids = ids[:most]
+        pieces = [tuple(ids[i : i + num_per_step]) for i in range(0, len(ids), num_per_step)]
+        steps = [Step(piece) for piece in pieces]
+        return [*steps[:-1], Step(pieces[-1], finish)]
+
+    return script
+
+
+def echo(request: Request) -> list[Step]:
+    """Say the prompt."""
+    return list(saying(request.prompt_ids)(request))
+
+
+class FakeEngine:
+    """An `EnginePort`. Set `script`; while `gate` is clear, no step runs."""
+
+    def __init__(self, script: Script = echo, **info: Any) -> None:
+        self.script = script
+        self.info: dict[str, Any] = {
+            "context_length": 256,
+            "max_total_tokens": 4096,
+            "max_running_requests": 4,
+        } | info
+        self.stats = EngineStats(total_pages=64)
+        self.last_beat_age_s = 0.0
+        self.step_age_s = 0.0
+        self.died: asyncio.Future[EngineDiedError] = asyncio.get_running_loop().create_future()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.step_s = 0.0
+        """Pause between steps."""
+        self.live: dict[str, Request] = {}
+        self.seen: list[Request] = []
+        self.aborted: list[str] = []
+        self.flush_reply = (True, "")
+        self.is_stopped = False
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        check_request(request, self._limits())
+        self.seen.append(request)
+        self.live[request.rid] = request
+        is_over = False
+        try:
+            for step in self.script(request):
+                await self._step()
+                is_over = step.finish is not None
+                yield self._output(request, step)
+        except EngineDiedError:
+            is_over = True
+            raise
+        finally:
+            del self.live[request.rid]
+            if not is_over:
+                self.aborted.append(request.rid)
+
+    async def flush_cache(self) -> tuple[bool, str]:
+        return self.flush_reply
+
+    async def state(self) -> dict[str, Any]:
+        return {"integrity": "ok"}
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+        self.kill("The engine was stopped.")
+
+    def kill(self, reason: str) -> None:
+        """Everyone who waits, and everyone who comes, gets this."""
+        if not self.died.done():
+            self.died.set_result(EngineDiedError(reason))
+        self.gate.set()
+
+    async def _step(self) -> None:
+        await asyncio.sleep(self.step_s)
+        await self.gate.wait()
+        if self.died.done():
+            raise self.died.result()
+
+    def _limits(self) -> Limits:
+        return Limits(
+            num_pages=self.info["max_total_tokens"] // 64,
+            max_running_requests=self.info["max_running_requests"],
+            step_tokens=256,
+            context_tokens=self.info["context_length"],
+            vocab=VOCAB,
+            eos_ids=(EOS,),
+        )
+
+    @staticmethod
+    def _output(request: Request, step: Step) -> RequestOutput:
+        num_top = request.sampling.num_logprobs
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if num_top is not None:
+            logprobs = tuple(
+                TokenLogprob(i, -0.5, tuple((top, -0.5 - top) for top in range(num_top)))
+                for i in step.token_ids
+            )
+        return RequestOutput(
+            request.rid,
+            step.token_ids,
+            logprobs,
+            step.finish,
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=3,
+        )

@@ -1,0 +1,192 @@
+"""Routes that say what is served and how it does: models, configuration, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import time
+from contextlib import aclosing
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+import tetrad
+from tetrad.core.errors import RequestError, TetradError
+from tetrad.core.request import Request as EngineRequest
+from tetrad.core.request import SamplingParams
+from tetrad.server.choices import new_id
+from tetrad.server.native import WEIGHT_VERSION
+from tetrad.server.service import Service
+
+HEALTH_GENERATE_TIMEOUT_S = 20.0
+FLUSH_RETRY_S = 0.05
+MAX_FLUSH_TIMEOUT_S = 600.0
+
+
+async def models(service: Service, _request: Request) -> Response:
+    """The one model, in OpenAI's list."""
+    return JSONResponse({"object": "list", "data": [_model_card(service)]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    """One model by name."""
+    service.model.check_name(request.path_params["name"])
+    return JSONResponse(_model_card(service))
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model.name,
+        "object": "model",
+        "created": int(service.started_at),
+        "owned_by": "tetrad",
+        "root": str(service.model.folder),
+        "parent": None,
+        "max_model_len": service.engine.info["context_length"],
+    }
+
+
+async def model_info(service: Service, _request: Request) -> Response:
+    """SGLang's description of the model."""
+    model = service.model
+    return JSONResponse(
+        {
+            "model_path": str(model.folder),
+            "served_model_name": model.name,
+            "tokenizer_path": str(model.folder),
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": WEIGHT_VERSION,
+            "load_format": "safetensors",
+            "reasoning_parser": "glm45" if model.splits_reasoning else None,
+            "tool_call_parser": "glm47" if model.reads_tool_calls else None,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": model.arch.model_type,
+            "architectures": list(model.architectures),
+        }
+    )
+
+
+async def server_info(service: Service, _request: Request) -> Response:
+    """The resolved configuration, flat, and what the engine chose and why."""
+    engine = service.engine
+    config = service.config.model_dump(mode="json", exclude={"api_key"})
+    info = {
+        **config,
+        "model_path": str(service.model.folder),
+        "tokenizer_path": str(service.model.folder),
+        "served_model_name": service.model.name,
+        "api_key_required": service.config.api_key is not None,
+        "launch_command": shlex.join(_without_key(sys.argv)),
+        "version": tetrad.__version__,
+        "startup_time": service.startup_s,
+        "frontend": "python",
+        "scheduler_info": {
+            "status": service.phase,
+            "max_total_num_tokens": engine.info["max_total_tokens"],
+            "max_req_input_len": engine.info["context_length"] - 1,
+        },
+        "internal_states": [_internal_state(service)],
+        "engine": engine.info,
+    }
+    return JSONResponse(info)
+
+
+def _without_key(arguments: list[str]) -> list[str]:
+    """The command line, with the key's value replaced."""
+    shown = list(arguments)
+    for i, argument in enumerate(arguments):
+        if argument.startswith("--api-key="):
+            shown[i] = "--api-key=..."
+        elif argument == "--api-key" and i + 1 < len(arguments):
+            shown[i + 1] = "..."
+    return shown
+
+
+def _internal_state(service: Service) -> dict[str, Any]:
+    """The state of the one engine, under SGLang's names."""
+    info, stats = service.engine.info, service.engine.stats
+    memory = info.get("memory", {})
+    return {
+        "effective_max_running_requests_per_dp": info["max_running_requests"],
+        "last_gen_throughput": stats.gen_throughput,
+        "avg_spec_accept_length": 1.0,
+        "num_running_reqs": stats.running_requests,
+        "num_waiting_reqs": stats.waiting_requests,
+        "memory_usage": {
+            "weight": memory.get("weight_bytes", 0) / 2**30,
+            "kvcache": memory.get("cache_bytes", 0) / 2**30,
+            "startup_available": memory.get("available_bytes", 0) / 2**30,
+            "token_capacity": info["max_total_tokens"],
+            "graph": {},
+        },
+        "decode_cuda_graph_bs": [],
+        "decode_cuda_graph_memory_gb": 0.0,
+        "disaggregation_mode": "null",
+        "world_size": service.config.tp,
+    }
+
+
+async def flush_cache(service: Service, request: Request) -> Response:
+    """Empty the prefix cache; `?timeout=s` waits that long for running requests to end."""
+    deadline = time.monotonic() + _timeout(request)
+    while True:
+        ok, text = await service.engine.flush_cache()
+        if ok or time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(FLUSH_RETRY_S)
+    return PlainTextResponse(
+        f"Cache flushed.\n{text}\n" if ok else f"Cache not flushed. {text}\n",
+        status_code=200 if ok else 400,
+    )
+
+
+def _timeout(request: Request) -> float:
+    text = request.query_params.get("timeout", "0")
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0.0 <= timeout_s <= MAX_FLUSH_TIMEOUT_S:
+        raise RequestError(
+            f"timeout must be seconds from 0 to {MAX_FLUSH_TIMEOUT_S:g}, not {text[:32]!r}.",
+            param="timeout",
+        )
+    return timeout_s
+
+
+async def health(service: Service, _request: Request) -> Response:
+    """200 while requests are served, else 503 with the reason; nothing is asked of the engine."""
+    reason = service.why_unhealthy
+    return Response(status_code=200) if reason is None else _unhealthy(reason)
+
+
+async def health_generate(service: Service, _request: Request) -> Response:
+    """Whether the engine answers a request of one token in time."""
+    if (reason := service.why_unhealthy) is not None:
+        return _unhealthy(reason)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    probe = EngineRequest(new_id("HEALTH_CHECK"), (0,), sampling)
+    try:
+        async with (
+            asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S),
+            aclosing(service.engine.generate(probe)) as outputs,
+        ):
+            await anext(outputs)
+    except (TimeoutError, TetradError) as error:
+        return _unhealthy(str(error) or "the engine gave no token in time")
+    return Response(status_code=200)
+
+
+def _unhealthy(reason: str) -> Response:
+    return PlainTextResponse(f"{reason}\n", status_code=503)
+
+
+async def metrics(service: Service, _request: Request) -> Response:
+    """Figures in the text format of Prometheus."""
+    return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

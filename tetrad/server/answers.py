@@ -1,0 +1,102 @@
+"""Responses whose work ends when the client goes away.
+
+Work begins when the response is sent, and nothing is sent before the first piece of the answer is
+there: what fails until then still gets its HTTP status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tetrad.core.errors import TetradError
+from tetrad.server.encoding import DONE, event, json_bytes
+from tetrad.server.failures import body_of
+
+
+class LaterJson(Response):
+    """A JSON answer that takes a while."""
+
+    media_type = "application/json"
+
+    def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
+        """`work` gives the JSON value."""
+        self._work = work
+        super().__init__()
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        self.body = json_bytes(await self._work())
+        self.init_headers()
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        await send({"type": "http.response.body", "body": self.body})
+
+
+class EventStream(Response):
+    """Server-sent events. An error after the first event is an event of its own, and the stream
+    ends without [DONE]."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Callable[[], AsyncGenerator[bytes, None]]) -> None:
+        """`events` gives whole events, as bytes; [DONE] is added."""
+        self._events = events
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        has_started = False
+        async with contextlib.aclosing(self._events()) as events:
+            try:
+                async for piece in events:
+                    if not has_started:
+                        has_started = True
+                        await self._start(send)
+                    await _send_piece(send, piece)
+                await _send_piece(send, DONE)
+            except TetradError as error:
+                if not has_started:
+                    raise
+                await _send_piece(send, event(body_of(error)))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+
+
+async def _send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or cancel it when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,163 @@
+"""The application: routes, the key, and what becomes of errors."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import tetrad
+from tetrad.core.errors import CapacityError, RequestError, TetradError
+from tetrad.server import about, chat, completions, native
+from tetrad.server.bodies import Body
+from tetrad.server.failures import error_response, response_of, route_of
+from tetrad.server.native_protocol import GenerateBody
+from tetrad.server.protocol import ChatBody, CompletionBody
+from tetrad.server.service import Service
+
+OPEN_PATHS = frozenset({"/health"})
+"""Served without a key, for those who watch over the process."""
+
+_log = logging.getLogger("tetrad.server")
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """`body` is what the handler reads, for the OpenAPI document."""
+
+    methods: tuple[str, ...]
+    path: str
+    handler: Handler
+    body: type[Body] | None = None
+
+
+ROUTES = (
+    Route(("POST",), chat.ROUTE, chat.chat, ChatBody),
+    Route(("POST",), completions.ROUTE, completions.completions, CompletionBody),
+    Route(("GET",), "/v1/models", about.models),
+    Route(("GET",), "/v1/models/{name:path}", about.model),
+    Route(("POST", "PUT"), native.ROUTE, native.native_generate, GenerateBody),
+    Route(("GET",), "/model_info", about.model_info),
+    Route(("GET",), "/get_model_info", about.model_info),
+    Route(("GET",), "/server_info", about.server_info),
+    Route(("GET",), "/get_server_info", about.server_info),
+    Route(("GET", "POST"), "/flush_cache", about.flush_cache),
+    Route(("GET",), "/health", about.health),
+    Route(("GET",), "/health_generate", about.health_generate),
+    Route(("GET",), "/metrics", about.metrics),
+)
+
+
+def build_app(service: Service) -> FastAPI:
+    """The ASGI application of one service."""
+    # The pages at /docs would load scripts from elsewhere; the document itself is served.
+    app = FastAPI(title="Tetrad", version=tetrad.__version__, docs_url=None, redoc_url=None)
+    for route in ROUTES:
+        for method in route.methods:
+            app.add_api_route(
+                route.path,
+                _endpoint(service, route.handler),
+                methods=[method],
+                name=f"{method} {route.path}",
+                summary=(route.handler.__doc__ or "").strip(),
+                openapi_extra=_body_schema(route.body),
+            )
+    app.openapi = partial(_document, app)  # type: ignore[method-assign]
+    app.add_exception_handler(TetradError, _Failures(service).of_tetrad)
+    app.add_exception_handler(HTTPException, _of_http)
+    app.add_exception_handler(Exception, _of_bug)
+    if service.config.api_key is not None:
+        app.add_middleware(KeyCheck, key=service.config.api_key)
+    return app
+
+
+_SCHEMAS = "#/components/schemas/"
+
+
+def _body_schema(body: type[Body] | None) -> dict[str, Any] | None:
+    if body is None:
+        return None
+    schema = {"$ref": _SCHEMAS + body.__name__}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document. Handlers read their bodies themselves, so their schemas are added."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    bodies = {route.body for route in ROUTES if route.body is not None}
+    _, definitions = models_json_schema(
+        [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)],
+        ref_template=_SCHEMAS + "{model}",
+    )
+    document.setdefault("components", {})["schemas"] = definitions["$defs"]
+    return document
+
+
+def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(service, request)
+
+    return endpoint
+
+
+class KeyCheck:
+    """Lets through who brings the key as a bearer token; comparing takes the same time for any
+    wrong one."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                response = error_response(
+                    "This server needs its API key, as the header Authorization: Bearer KEY.", 401
+                )
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _Failures:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def of_tetrad(self, request: Request, error: Exception) -> Response:
+        """Our own errors carry their sentence and their status."""
+        assert isinstance(error, TetradError)
+        if isinstance(error, RequestError | CapacityError):
+            self._service.metrics.refused(route_of(request))
+        else:
+            _log.error("%s: %s", route_of(request), error)
+        return response_of(error)
+
+
+async def _of_http(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    known = ", ".join(route.path for route in ROUTES)
+    message = {
+        404: f"There is no {request.url.path[:200]!r} here; there are {known}.",
+        405: f"{request.method} is not possible on {request.url.path[:200]!r}.",
+    }.get(error.status_code, str(error.detail))
+    return error_response(message, error.status_code, headers=dict(error.headers or {}))
+
+
+async def _of_bug(_request: Request, _error: Exception) -> Response:
+    """Anything else is a bug of ours; its traceback goes to the log, not to the client."""
+    return error_response("The server failed on this request; its log says why.", 500)

@@ -1,0 +1,192 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tetrad.server.answers import EventStream, LaterJson
+from tetrad.server.bodies import read_body
+from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
+from tetrad.server.encoding import event
+from tetrad.server.logprobs import TokenEntry, chat_logprobs
+from tetrad.server.protocol import ChatBody
+from tetrad.server.reasoning import ReasoningParser, starts_inside
+from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
+from tetrad.server.service import Service
+from tetrad.server.session import ChoiceFinish, Delta, Session
+from tetrad.server.tools import ToolDelta, ToolParser
+from tetrad.server.usage import usage
+
+ROUTE = "/v1/chat/completions"
+
+
+async def chat(service: Service, request: Request) -> Response:
+    """Read, render, tokenise; the answer begins when the response is sent."""
+    body = await read_body(request, ChatBody)
+    service.model.check_name(body.model)
+    answer_id = new_id("chatcmpl")
+    answer = _Answer(service, body, answer_id, await _choices(service, body, answer_id))
+    return EventStream(answer.events) if body.stream else LaterJson(answer.whole)
+
+
+async def _choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:
+    model = service.model
+    tools = body.active_tools
+    messages = [message.for_template() for message in body.messages]
+    prompt = model.render(messages, tools=tools or None, **_template_variables(body))
+    ids = await model.encode(prompt, add_special_tokens=False)
+    hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
+    is_inside = starts_inside(prompt)
+
+    def session(min_new_tokens: int) -> Session:
+        return Session(
+            model.tokenizer,
+            stops=stop_strings(body),
+            min_new_tokens=min_new_tokens,
+            hidden_ids=hidden_ids,
+            reasoning=ReasoningParser(inside=is_inside) if model.splits_reasoning else None,
+            tools=ToolParser(tools) if tools and model.reads_tool_calls else None,
+        )
+
+    limits = AnswerLimits(
+        max_new_tokens=body.max_new_tokens or room_for_answer(service, len(ids)),
+        min_new_tokens=body.min_tokens or 0,
+        num_logprobs=body.num_logprobs,
+        seed=body.seed,
+    )
+    params = sampling_params(body, model.defaults, limits)
+    return make_choices(answer_id, [(ids, params)], body.n or 1, session)
+
+
+def _template_variables(body: ChatBody) -> dict[str, Any]:
+    """What the template may ask for. An effort of "none" is OpenAI's way to switch thinking off."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+    return variables | (body.chat_template_kwargs or {})
+
+
+class _Answer:
+    """One answer, streamed or whole."""
+
+    def __init__(
+        self, service: Service, body: ChatBody, answer_id: str, choices: list[Choice]
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._choices = choices
+        self._head = {
+            "id": answer_id,
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": service.model.name,
+        }
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Chunks, as events."""
+        has_begun = [False] * len(self._choices)
+        tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
+            async for index, delta in deltas:
+                if delta.is_visible:
+                    role = {} if has_begun[index] else {"role": "assistant"}
+                    has_begun[index] = True
+                    choice = self._chunk_choice(index, role, delta)
+                    yield event(self._head | {"choices": [choice]} | tail)
+        if self._body.include_usage:
+            yield event(self._head | {"choices": [], "usage": self._usage()})
+
+    def _chunk_choice(self, index: int, role: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        fields = role
+        if delta.reasoning:
+            fields["reasoning_content"] = delta.reasoning
+        if delta.content:
+            fields["content"] = delta.content
+        if delta.tool_calls:
+            fields["tool_calls"] = [_tool_delta(piece) for piece in delta.tool_calls]
+        return {
+            "index": index,
+            "delta": fields,
+            "logprobs": self._logprobs(delta.entries) if delta.entries else None,
+            "finish_reason": delta.finish.reason if delta.finish else None,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The complete answer."""
+        drafts = [_Draft() for _ in self._choices]
+        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
+            async for index, delta in deltas:
+                drafts[index].add(delta)
+        choices = [self._whole_choice(index, draft) for index, draft in enumerate(drafts)]
+        return self._head | {"choices": choices, "usage": self._usage()}
+
+    def _whole_choice(self, index: int, draft: _Draft) -> dict[str, Any]:
+        assert draft.finish is not None
+        return {
+            "index": index,
+            "message": draft.message(),
+            "logprobs": self._logprobs(draft.entries),
+            "finish_reason": draft.finish.reason,
+            "matched_stop": draft.finish.matched,
+        }
+
+    def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(self._service.model.tokenizer, entries)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._choices, len(self._choices))
+
+
+def _tool_delta(piece: ToolDelta) -> dict[str, Any]:
+    """The first piece of a call has its id, type and name."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}
+
+
+@dataclass
+class _Draft:
+    """The pieces of one choice so far."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)
+    finish: ChoiceFinish | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.content.append(delta.content)
+        self.reasoning.append(delta.reasoning)
+        self.entries += delta.entries
+        self.finish = delta.finish
+        for piece in delta.tool_calls:
+            if piece.name is None:
+                self.tool_calls[piece.index]["function"]["arguments"] += piece.arguments
+            else:
+                call = _tool_delta(piece)
+                del call["index"]
+                self.tool_calls.append(call)
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message; fields without anything are null, as OpenAI has them."""
+        content = "".join(self.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self.tool_calls and not content else content,
+            "reasoning_content": "".join(self.reasoning) or None,
+        }
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message

@@ -1,0 +1,142 @@
+"""From prompts to engine requests, and their outputs back as one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from tetrad.core.errors import EngineDiedError, RequestError
+from tetrad.core.request import Request, SamplingParams
+from tetrad.server.engine_port import EnginePort
+from tetrad.server.metrics import RequestWatch
+from tetrad.server.service import Admission, Service
+from tetrad.server.session import Delta, Session
+
+NUM_SEEDS = 2**63
+MAX_CHOICES = 1024
+"""Most answers of one HTTP request."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sequence to generate: what the engine gets, and how its output is read."""
+
+    request: Request
+    session: Session
+
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+"""(index of the choice, what a step added to it)."""
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def make_choices(
+    answer_id: str,
+    prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+    num_each: int,
+    session: Callable[[int], Session],
+) -> list[Choice]:
+    """`num_each` choices of every (prompt, sampling), in order.
+
+    With a seed, the choices of one prompt get the seeds after it, so that they differ. `session`
+    makes the reader of one choice from its `min_new_tokens`. Raises RequestError for too many.
+    """
+    if len(prompts) * num_each > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with {num_each} choices each are {len(prompts) * num_each} "
+            f"answers; one request may ask for {MAX_CHOICES}."
+        )
+    choices: list[Choice] = []
+    for ids, params in prompts:
+        for number in range(num_each):
+            own = params
+            if params.seed is not None:
+                own = replace(params, seed=(params.seed + number) % NUM_SEEDS)
+            request = Request(f"{answer_id}-{len(choices)}", tuple(ids), own)
+            choices.append(Choice(request, session(own.min_new_tokens)))
+    return choices
+
+
+def room_for_answer(service: Service, num_prompt: int, default: int | None = None) -> int:
+    """Tokens an answer may have when the request does not say: `default`, or all that fit.
+
+    At least 1: a prompt that leaves no room is the engine's to refuse, with both lengths.
+    """
+    info = service.engine.info
+    room: int = min(info["context_length"], info["max_total_tokens"]) - num_prompt
+    return max(1, room if default is None else min(default, room))
+
+
+async def generate(service: Service, route: str, choices: Sequence[Choice]) -> Deltas:
+    """Run all choices; yields until every one has finished. Closing early aborts the rest."""
+    engine = service.engine
+    with (
+        service.admit(len(choices)) as admission,
+        RequestWatch(service.metrics, route, len(choices)) as watch,
+    ):
+        streams = [
+            _deltas(engine, choice, index, watch, admission) for index, choice in enumerate(choices)
+        ]
+        stream = streams[0] if len(streams) == 1 else _merge(streams)
+        async with aclosing(stream):
+            try:
+                async for item in stream:
+                    yield item
+            except EngineDiedError as error:
+                raise service.why_ended(error) from None
+
+
+async def _deltas(
+    engine: EnginePort, choice: Choice, index: int, watch: RequestWatch, admission: Admission
+) -> Deltas:
+    session = choice.session
+    async with aclosing(engine.generate(choice.request)) as outputs:
+        async for output in outputs:
+            if session.completion_tokens == 0:
+                watch.first_token(index)
+                admission.first_token()
+            delta = session.feed(output)
+            if delta.finish is not None:
+                watch.last_token(index, session.completion_tokens)
+            yield index, delta
+            if delta.finish is not None:
+                return
+    raise EngineDiedError("The engine ended this request without saying why.")
+
+
+async def _merge(streams: Sequence[Deltas]) -> Deltas:
+    """Several streams as one, in the order their items come; the first failure ends all."""
+    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    stream: Deltas, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
+) -> None:
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait(item)
+        queue.put_nowait(None)
+    except Exception as error:  # noqa: BLE001 - raised again by whoever reads the queue
+        queue.put_nowait(error)

@@ -1,0 +1,61 @@
+"""What a person reads on stderr while the server starts and ends."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+import tetrad
+from tetrad.core.messages import EngineProgress
+from tetrad.server.service import Service
+
+GIB = 2**30
+
+
+class Console:
+    """Lines on a stream; on a terminal, progress rewrites its line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._phase = ""
+        self._rewrites = stream.isatty()
+        self._is_open = False
+        """Whether the last line still waits for its end."""
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._write(("\n" if self._is_open else "") + text + "\n")
+        self._is_open = False
+
+    def error(self, text: str) -> None:
+        """One line that says what is wrong."""
+        self.say(f"Error: {text}")
+
+    def progress(self, progress: EngineProgress) -> None:
+        """A new phase is a new line; its details are shown where they can rewrite it."""
+        if progress.phase != self._phase:
+            self._phase = progress.phase
+            self.say(f"  {progress.phase} {progress.detail}".rstrip())
+        elif self._rewrites:
+            self._write(f"\r  {progress.phase} {progress.detail}\x1b[K")
+            self._is_open = True
+
+    def ready(self, service: Service, url: str) -> None:
+        """What is served, on what, within which limits, by which kernels, and where."""
+        info = service.engine.info
+        lines = [
+            f"Tetrad {tetrad.__version__} serves {service.model.name} at {url}",
+            *_facts(info),
+            f"  ready in {service.startup_s:.1f} s; Ctrl-C ends it",
+        ]
+        self.say("\n".join(lines))
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def _facts(info: dict[str, Any]) -> list[str]:
+    return [
+        f"  limits   {info['context_length']} tokens a request, {info['max_total_tokens']} in the "
+        f"cache, {info['max_running_requests']} requests at once"
+    ]

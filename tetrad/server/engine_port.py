@@ -1,0 +1,52 @@
+"""What the server uses of the engine. `tetrad.engine.client.EngineClient` is one; tests bring
+their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from tetrad.core.errors import EngineDiedError
+from tetrad.core.messages import EngineStats
+from tetrad.core.request import Request, RequestOutput
+
+
+class EnginePort(Protocol):
+    """A started engine."""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the engine resolved and chose; at least `context_length`, `max_total_tokens` and
+        `max_running_requests`."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The last reading it sent."""
+
+    @property
+    def last_beat_age_s(self) -> float:
+        """Seconds since it was last heard of; it speaks at least once a second."""
+
+    @property
+    def step_age_s(self) -> float:
+        """How long its current step had been running when it was last heard of."""
+
+    @property
+    def died(self) -> asyncio.Future[EngineDiedError]:
+        """Done when it ended unasked."""
+
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request, up to the one with `finish`. Closing it early aborts the request.
+
+        Raises RequestError before the first output, EngineDiedError at any time.
+        """
+
+    async def flush_cache(self) -> tuple[bool, str]:
+        """Empty the prefix cache; False with the reason while anything runs or waits."""
+
+    async def state(self) -> dict[str, Any]:
+        """Stats read now, and whether the cache's books balance."""
+
+    async def stop(self) -> None:
+        """End it; open requests get an error."""

@@ -1,0 +1,64 @@
+"""Errors as HTTP: one shape, OpenAI's, for every route and for streams that break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tetrad.core.errors import CapacityError, EngineDiedError, RequestError, TetradError
+from tetrad.server.encoding import json_bytes
+
+_KINDS = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    413: ("invalid_request_error", "request_too_large"),
+    503: ("server_error", "unavailable"),
+}
+
+
+def http_status(error: TetradError) -> int:
+    """4xx is the client's to mend, 503 passes, 500 is ours."""
+    if isinstance(error, RequestError):
+        return error.http_status
+    return 503 if isinstance(error, CapacityError | EngineDiedError) else 500
+
+
+def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """{"error": {...}} as OpenAI's clients read it."""
+    default = ("invalid_request_error", None) if status < 500 else ("server_error", None)
+    kind, code = _KINDS.get(status, default)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def body_of(error: TetradError) -> dict[str, Any]:
+    """The body of an error of ours."""
+    param = error.param if isinstance(error, RequestError) else None
+    return error_body(str(error), http_status(error), param)
+
+
+def error_response(
+    message: str, status: int, param: str | None = None, headers: dict[str, str] | None = None
+) -> Response:
+    """An error as a whole response."""
+    return Response(
+        json_bytes(error_body(message, status, param)),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def response_of(error: TetradError) -> Response:
+    """The response for an error of ours; 503 says when to come back."""
+    headers = {}
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    param = error.param if isinstance(error, RequestError) else None
+    return error_response(str(error), http_status(error), param, headers)
+
+
+def route_of(request: Request) -> str:
+    """The path of the matched route, never the client's text, so that metrics stay few."""
+    return str(getattr(request.scope.get("route"), "path", "other"))

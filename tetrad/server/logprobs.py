@@ -1,0 +1,67 @@
+"""Log-probabilities in the shapes clients read.
+
+A token's text offset is the number of characters before it in the text of its choice. Tokens of a
+stop string are not reported, like the string itself, so entries wait as long as their text waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tetrad.core.request import TokenLogprob
+from tetrad.server.text import Tokenizer
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot hold (OpenAI's convention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One generated token with its log-probabilities and its place in the text."""
+
+    values: TokenLogprob
+    text_offset: int
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict[str, Any]:
+    """`choices[].logprobs` of chat completions."""
+    return {
+        "content": [
+            _chat_token(tokenizer, entry.values.token_id, entry.values.logprob)
+            | {"top_logprobs": [_chat_token(tokenizer, *pair) for pair in entry.values.top]}
+            for entry in entries
+        ]
+    }
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    text = raw.decode("utf-8", errors="replace")
+    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
+
+
+def completion_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict[str, Any]:
+    """`choices[].logprobs` of completions: parallel lists."""
+    return {
+        "tokens": [tokenizer.decode((e.values.token_id,)) for e in entries],
+        "token_logprobs": [max(e.values.logprob, LOWEST) for e in entries],
+        "top_logprobs": [
+            {tokenizer.decode((token_id,)): max(value, LOWEST) for token_id, value in e.values.top}
+            for e in entries
+        ],
+        "text_offset": [e.text_offset for e in entries],
+    }
+
+
+def native_logprobs(entries: list[TokenEntry]) -> dict[str, Any]:
+    """The `meta_info` fields of SGLang: [logprob, token id, null] per token."""
+    return {
+        "output_token_logprobs": [
+            [max(e.values.logprob, LOWEST), e.values.token_id, None] for e in entries
+        ],
+        "output_top_logprobs": [
+            [[max(value, LOWEST), token_id, None] for token_id, value in e.values.top] or None
+            for e in entries
+        ],
+    }

@@ -1,0 +1,107 @@
+"""What the API process reads of the model folder: shapes, tokenizer, template, defaults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tetrad.core.arch import ModelArch
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import RequestError, nearest
+from tetrad.core.jsonfile import read_json_object
+from tetrad.data import embedded_model
+from tetrad.server import reasoning, tools
+from tetrad.server.chat_template import ChatTemplate
+from tetrad.server.sampling import SamplingDefaults
+from tetrad.server.text import Tokenizer
+
+LONG_TEXT_CHARACTERS = 20_000
+"""A longer text is tokenised in a thread, so that other requests do not wait for it."""
+ANY_NAMES = ("default",)
+"""Model names that mean "whatever is served" (SGLang's clients send this one)."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model, as the server knows it."""
+
+    name: str
+    folder: Path
+    arch: ModelArch
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: SamplingDefaults
+    splits_reasoning: bool
+    reads_tool_calls: bool
+    architectures: tuple[str, ...]
+
+    @classmethod
+    def load(cls, config: ServeConfig) -> ServedModel:
+        """Read the folder. Raises CheckpointError or ConfigError with a sentence."""
+        folder = config.model or embedded_model()
+        template = ChatTemplate.from_folder(folder, config.chat_template)
+        source = template.source if template is not None else ""
+        return cls(
+            name=config.served_model_name or folder.resolve().name,
+            folder=folder,
+            arch=ModelArch.from_folder(folder),
+            tokenizer=Tokenizer.from_folder(folder),
+            template=template,
+            defaults=SamplingDefaults.of(config.sampling_defaults, folder),
+            splits_reasoning=_chosen(config.reasoning_parser, reasoning.OPEN, source),
+            reads_tool_calls=_chosen(config.tool_call_parser, tools.OPEN, source),
+            architectures=tuple(read_json_object(folder / "config.json").get("architectures", ())),
+        )
+
+    def check_name(self, name: str | None) -> None:
+        """Raise RequestError (404) when a request names another model."""
+        if name is None or name in (self.name, str(self.folder), *ANY_NAMES):
+            return
+        raise RequestError(
+            f"The model {name!r} is not served here; {self.name!r} is.{nearest(name, [self.name])}",
+            http_status=404,
+            param="model",
+        )
+
+    def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        """Messages as a prompt. Raises RequestError."""
+        if self.template is None:
+            raise RequestError(
+                f"The model {self.name!r} has no chat template; use /v1/completions, or start the "
+                "server with --chat-template.",
+                param="messages",
+            )
+        return self.template.render(messages, **kwargs)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text of any length."""
+        if len(text) < LONG_TEXT_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def encode_all(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+        """Prompts as ids: texts are tokenised, special tokens of the tokenizer's own added."""
+        return [
+            await self.encode(prompt, add_special_tokens=True)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    def hidden_ids(self, *, skip_special: bool) -> frozenset[int]:
+        """Tokens a reader does not see. Markers that a parser reads are never among them."""
+        if not skip_special:
+            return frozenset()
+        markers: tuple[str, ...] = reasoning.MARKERS if self.splits_reasoning else ()
+        markers += tools.MARKERS if self.reads_tool_calls else ()
+        return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in markers}
+
+
+def _chosen(parser: str, marker: str, template: str) -> bool:
+    """Whether a parser is used: as configured, else by what the template writes."""
+    return marker in template if parser == "auto" else parser != "none"

@@ -1,0 +1,80 @@
+"""The body of SGLang's POST /generate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from tetrad.server.bodies import Body
+from tetrad.server.protocol import (
+    LARGEST,
+    MAX_TOP_LOGPROBS,
+    Count,
+    ManyTokenIds,
+    SamplingFields,
+    Seed,
+    Texts,
+    TokenIds,
+)
+
+Rid = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params`, in SGLang's names."""
+
+    max_new_tokens: Count | None = None
+    min_new_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
+    sampling_seed: Seed | None = None
+    json_schema: Any = None
+    stop_regex: Any = None
+
+    @field_validator("json_schema", "stop_regex")
+    @classmethod
+    def _plain(cls, value: Any) -> None:
+        if value is not None:
+            raise ValueError("constrained output is not supported yet; leave this field out")
+
+
+class GenerateBody(Body):
+    """One prompt, or a batch when `text` or `input_ids` is a list of prompts."""
+
+    text: str | Texts | None = None
+    input_ids: TokenIds | ManyTokenIds | None = Field(default=None, validate_default=True)
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: Rid | list[Rid] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @field_validator("input_ids")
+    @classmethod
+    def _one_prompt(cls, value: Any, info: ValidationInfo) -> Any:
+        if (value is None) == (info.data.get("text") is None):
+            raise ValueError("give either text or input_ids")
+        return value
+
+    @field_validator("logprob_start_len")
+    @classmethod
+    def _output_only(cls, value: int | None) -> int | None:
+        if value is not None and value != -1:
+            raise ValueError("log-probabilities of the prompt are not supported; -1 is")
+        return value
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or many."""
+        given: Any = self.text if self.text is not None else self.input_ids
+        return given if self.is_batch else [given]
+
+    @property
+    def is_batch(self) -> bool:
+        if self.text is not None:
+            return isinstance(self.text, list)
+        return isinstance(self.input_ids, list) and isinstance(self.input_ids[0], list)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs_num or 0) if self.return_logprob else None

@@ -1,0 +1,135 @@
+"""What all routes share: the model, the engine once it is there, and the door."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import CapacityError, EngineDiedError, TetradError
+from tetrad.server.engine_port import EnginePort
+from tetrad.server.metrics import Metrics
+from tetrad.server.model import ServedModel
+
+Phase = Literal["starting", "ready", "draining", "dead"]
+
+SILENCE_LIMIT_S = 10.0
+"""An engine not heard of for this long is unhealthy; it speaks at least once a second."""
+RETRY_AFTER_S: dict[Phase, int] = {"starting": 5, "ready": 1, "draining": 30, "dead": 30}
+
+
+class Service:
+    """State of one API process."""
+
+    def __init__(self, config: ServeConfig, model: ServedModel) -> None:
+        self.config = config
+        self.model = model
+        self.metrics = Metrics()
+        self.phase: Phase = "starting"
+        self.detail = ""
+        """What is being done while starting, or why the engine died."""
+        self.started_at = time.time()
+        self.startup_s = 0.0
+        self.open_requests = 0
+        """Engine requests in flight."""
+        self.unanswered_requests = 0
+        """Those of them without a first token."""
+        self._engine: EnginePort | None = None
+
+    def attach(self, engine: EnginePort) -> None:
+        """The engine is ready: serve."""
+        self._engine = engine
+        self.startup_s = time.time() - self.started_at
+        self.phase = "ready"
+        self.metrics.watch(engine, self)
+
+    def fail(self, reason: str) -> None:
+        """The engine has died: nothing is served any more."""
+        self.phase = "dead"
+        self.detail = reason
+
+    def why_ended(self, error: EngineDiedError) -> TetradError:
+        """What the client of an open request is told when the engine is gone."""
+        if self.phase == "draining":
+            return CapacityError(
+                "The server shut down before this request was finished.",
+                retry_after_s=RETRY_AFTER_S["draining"],
+            )
+        return EngineDiedError(self.detail) if self.phase == "dead" else error
+
+    @property
+    def engine(self) -> EnginePort:
+        """The engine. Raises CapacityError (503) before it is ready and after it has died."""
+        if self._engine is None:
+            raise CapacityError(
+                f"The model is still loading: {self.detail or 'starting'}.",
+                retry_after_s=RETRY_AFTER_S[self.phase],
+            )
+        if self.phase == "dead":
+            raise EngineDiedError(self.detail)
+        return self._engine
+
+    @property
+    def why_unhealthy(self) -> str | None:
+        """None when requests are served; judged by the engine's heartbeat, not by its queue."""
+        if self.phase != "ready" or self._engine is None:
+            return f"{self.phase}: {self.detail}" if self.detail else self.phase
+        if (age_s := self._engine.last_beat_age_s) > SILENCE_LIMIT_S:
+            return f"the engine has been silent for {age_s:.0f} s"
+        if (age_s := self._engine.step_age_s) > self.config.step_timeout:
+            return f"the engine's step has been running for {age_s:.0f} s"
+        return None
+
+    @contextlib.contextmanager
+    def admit(self, num_requests: int) -> Iterator[Admission]:
+        """Count engine requests in and out. Raises CapacityError when they may not come in."""
+        self._check_room(num_requests)
+        admission = Admission(self, num_requests)
+        try:
+            yield admission
+        finally:
+            admission.leave()
+
+    def _check_room(self, num_requests: int) -> None:
+        engine = self.engine
+        if self.phase == "draining":
+            raise CapacityError(
+                "The server is shutting down and takes no new requests.",
+                retry_after_s=RETRY_AFTER_S["draining"],
+            )
+        limit = self.config.max_queued_requests
+        if limit is not None and (queued := self._queued(engine, num_requests)) > limit:
+            raise CapacityError(
+                f"{queued - num_requests} requests wait already and --max-queued-requests is "
+                f"{limit}; try again later."
+            )
+
+    def _queued(self, engine: EnginePort, num_requests: int) -> int:
+        """Requests that would wait if `num_requests` more came: those beyond the engine's slots,
+        and everyone new when the engine's memory makes even admitted requests wait."""
+        num_slots: int = engine.info["max_running_requests"]
+        beyond = self.open_requests + num_requests - num_slots
+        waiting = min(engine.stats.waiting_requests, self.unanswered_requests)
+        return max(beyond, waiting + num_requests if waiting else 0)
+
+
+class Admission:
+    """The engine requests of one HTTP request, as counted by its Service."""
+
+    def __init__(self, service: Service, num_requests: int) -> None:
+        self._service = service
+        self._num_requests = num_requests
+        self._num_unanswered = num_requests
+        service.open_requests += num_requests
+        service.unanswered_requests += num_requests
+
+    def first_token(self) -> None:
+        """One of the requests got its first token."""
+        self._num_unanswered -= 1
+        self._service.unanswered_requests -= 1
+
+    def leave(self) -> None:
+        self._service.open_requests -= self._num_requests
+        self._service.unanswered_requests -= self._num_unanswered

@@ -1,0 +1,210 @@
+"""One stream: what the engine gives one request, as what a reader of its text gets.
+
+    RequestOutput → characters → stop strings → reasoning → tool calls → Delta
+
+Each stage holds back only what it cannot decide yet. A session does no input or output and knows
+no clock: streaming sends its deltas, not streaming joins them, so both give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tetrad.core.errors import CapacityError, TetradError
+from tetrad.core.request import Finish, RequestOutput
+from tetrad.server.logprobs import TokenEntry
+from tetrad.server.reasoning import Piece, ReasoningParser
+from tetrad.server.stops import StopMatcher
+from tetrad.server.text import Detokenizer, Tokenizer
+from tetrad.server.tools import Event, ToolDelta, ToolParser
+
+
+class GenerationError(TetradError):
+    """The engine gave up on one request; the text is its sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinish:
+    """Why a choice ended, in OpenAI's words."""
+
+    reason: Literal["stop", "length", "tool_calls"]
+    matched: int | str | None = None
+    """The end token or stop string that matched."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one engine step adds to one choice."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """The new tokens themselves, without the end token."""
+    entries: list[TokenEntry] = field(default_factory=list)
+    """Log-probabilities whose text is certain."""
+    finish: ChoiceFinish | None = None
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether there is anything to send to a reader of text."""
+        return bool(
+            self.content or self.reasoning or self.tool_calls or self.entries or self.finish
+        )
+
+
+class AnswerReader:
+    """Sorts text into reasoning, content and tool calls; either parser may be absent."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text read so far ends within the reasoning."""
+        return self._reasoning is not None and self._reasoning.inside
+
+    @property
+    def num_calls(self) -> int:
+        return self._tools.num_calls if self._tools is not None else 0
+
+    def feed(self, text: str, delta: Delta) -> None:
+        """Add what `text` makes certain to `delta`."""
+        if self._reasoning is None:
+            self._content(text, delta)
+        else:
+            self._pieces(self._reasoning.feed(text), delta)
+
+    def finish(self, delta: Delta) -> None:
+        """The text ended: add what was held back."""
+        if self._reasoning is not None:
+            self._pieces(self._reasoning.finish(), delta)
+        if self._tools is not None:
+            self._events(self._tools.finish(), delta)
+
+    def _pieces(self, pieces: Sequence[Piece], delta: Delta) -> None:
+        for kind, text in pieces:
+            if kind == "reasoning":
+                delta.reasoning += text
+            else:
+                self._content(text, delta)
+
+    def _content(self, text: str, delta: Delta) -> None:
+        if self._tools is None:
+            delta.content += text
+        else:
+            self._events(self._tools.feed(text), delta)
+
+    @staticmethod
+    def _events(events: Sequence[Event], delta: Delta) -> None:
+        for event in events:
+            if isinstance(event, str):
+                delta.content += event
+            else:
+                delta.tool_calls.append(event)
+
+
+class Session:
+    """State of one choice. Feed every RequestOutput; the last Delta has `finish`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        min_new_tokens: int = 0,
+        hidden_ids: frozenset[int] = frozenset(),
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+    ) -> None:
+        """Without `reasoning` and `tools` everything is content. Stop strings are looked for once
+        `min_new_tokens` tokens were generated; tokens in `hidden_ids` leave no text."""
+        self._detokenizer = Detokenizer(tokenizer, hidden_ids)
+        self._stops = StopMatcher(stops)
+        self._min_new_tokens = min_new_tokens
+        self._answer = AnswerReader(reasoning, tools)
+        self._waiting: list[TokenEntry] = []
+        self._num_characters = 0
+        self._num_released = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        """Generated tokens, end token included."""
+        self.reasoning_tokens = 0
+        self.num_preemptions = 0
+
+    def feed(self, output: RequestOutput) -> Delta:
+        """Take one step's tokens. Raises GenerationError or CapacityError when it has failed."""
+        self.prompt_tokens = output.prompt_tokens
+        self.cached_tokens = output.cached_tokens
+        self.num_preemptions = output.num_preemptions
+        delta = Delta()
+        for position, token_id in enumerate(_text_tokens(output)):
+            if output.logprobs:
+                self._waiting.append(TokenEntry(output.logprobs[position], self._num_characters))
+            self._token(token_id, delta)
+            if self._stops.matched is not None:
+                self._close(delta, "stop", self._stops.matched)
+                return delta
+        if output.finish is not None:
+            self._finished(output.finish, delta)
+        else:
+            self._report(delta)
+        return delta
+
+    def _token(self, token_id: int, delta: Delta) -> None:
+        self.completion_tokens += 1
+        self.reasoning_tokens += self._answer.is_reasoning
+        delta.token_ids.append(token_id)
+        text = self._detokenizer.feed(token_id)
+        self._num_characters += len(text)
+        if self.completion_tokens > self._min_new_tokens:
+            text = self._stops.feed(text)
+        self._read(text, delta)
+
+    def _read(self, text: str, delta: Delta) -> None:
+        if text:
+            self._num_released += len(text)
+            self._answer.feed(text, delta)
+
+    def _finished(self, finish: Finish, delta: Delta) -> None:
+        self.completion_tokens += finish.matched_token is not None
+        text = self._detokenizer.flush()
+        self._num_characters += len(text)
+        self._read(self._stops.feed(text), delta)
+        self._read(self._stops.flush(), delta)
+        self._close(delta, "length" if finish.reason == "length" else "stop", finish.matched_token)
+
+    def _close(
+        self, delta: Delta, reason: Literal["stop", "length"], matched: int | str | None
+    ) -> None:
+        self._answer.finish(delta)
+        self._report(delta)
+        called = reason == "stop" and self._answer.num_calls > 0
+        delta.finish = ChoiceFinish("tool_calls" if called else reason, matched)
+
+    def _report(self, delta: Delta) -> None:
+        """Hand out the log-probabilities of released text; those of a stop string never are."""
+        if not self._waiting:
+            return
+        end = self._num_released
+        if end == self._num_characters:
+            delta.entries, self._waiting = self._waiting, []
+        else:
+            delta.entries = [entry for entry in self._waiting if entry.text_offset < end]
+            self._waiting = self._waiting[len(delta.entries) :]
+
+
+def _text_tokens(output: RequestOutput) -> Sequence[int]:
+    """New tokens without the end token; failures are raised here."""
+    finish = output.finish
+    if finish is None:
+        return output.token_ids
+    if finish.reason == "error":
+        raise GenerationError(finish.message or "The engine failed on this request.")
+    if finish.reason == "abort":
+        raise CapacityError(finish.message or "The server ended this request.")
+    return output.token_ids[:-1] if finish.matched_token is not None else output.token_ids

@@ -1,0 +1,115 @@
+"""Text to token ids and back, a token at a time.
+
+The models served here have byte-level vocabularies: every token stands for some bytes, and a text
+is the UTF-8 reading of the bytes of its tokens. So streaming needs no second decoding of a window
+of tokens: bytes go through an incremental UTF-8 decoder, which holds back an unfinished character
+(at most three bytes) and costs the same for each token.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+
+from tetrad.core.errors import CheckpointError
+
+
+class Tokenizer:
+    """A model's tokenizer.json."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Control tokens, which a reader does not want to see."""
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read `folder`/tokenizer.json. Raises CheckpointError with a sentence."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} holds no tokenizer.json, without which text cannot be served."
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the binding raises bare Exception
+            raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}.") from None
+        if (kind := _decoder_kind(tokenizer)) != "ByteLevel":
+            raise CheckpointError(
+                f"{path} has a decoder of type {kind}; Tetrad serves byte-level vocabularies "
+                f"(decoder type ByteLevel), which GLM and DeepSeek have."
+            )
+        return cls(tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; special tokens written out in it become their ids."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token by its exact name."""
+        return self._tokenizer.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; none for an id outside the vocabulary (padding rows)."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = _bytes_of(self._tokenizer.id_to_token(token_id) or "")
+        return known
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of all tokens at once, special ones included."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+
+class Detokenizer:
+    """One growing text. Characters come out whole, as soon as their last byte is there."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int] = frozenset()) -> None:
+        """Tokens in `hidden_ids` leave no trace in the text."""
+        self._tokenizer = tokenizer
+        self._hidden_ids = hidden_ids
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        """The characters this token completes, often none or several."""
+        if token_id in self._hidden_ids:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """The text ended: an unfinished character becomes U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _decoder_kind(tokenizer: tokenizers.Tokenizer) -> str:
+    if tokenizer.decoder is None:
+        return "none"
+    return str(json.loads(tokenizer.decoder.__getstate__())["type"])
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable Latin-1 stands for itself, every other byte for
+    the next character from U+0100 on, so that no token contains a space or a control character."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_BYTES = _byte_of_character()
+
+
+def _bytes_of(token: str) -> bytes:
+    """A token with a character outside the alphabet was added by hand: it stands for itself."""
+    try:
+        return bytes([_BYTES[character] for character in token])
+    except KeyError:
+        return token.encode()
