@@ -6,9 +6,10 @@ for the person who serves the model, never another way to read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from tetrad.core.errors import CheckpointError
 from tetrad.core.jsonfile import read_json_object
@@ -26,29 +27,71 @@ _ALGOS: dict[str, StoredFormat] = {
 }
 
 
+class _Weights(BaseModel):
+    num_bits: int | None = None
+    group_size: int | None = None
+
+
+class _Group(BaseModel):
+    weights: _Weights | None = None
+
+
+class _Layer(BaseModel):
+    quant_algo: str | None = None
+
+
+class _Declared(BaseModel):
+    """The keys that are compared; all others are left alone."""
+
+    quant_method: str | None = None
+    quant_algo: str | None = None
+    group_size: int | None = None
+    weight_block_size: list[int] | None = None
+    config_groups: dict[str, _Group] | None = None
+    quantized_layers: dict[str, _Layer] | None = None
+    ignore: list[str] | None = None
+    exclude_modules: list[str] | None = None
+
+    @property
+    def nvfp4_group_size(self) -> int | None:
+        """The group size of the four-bit weights; None when it is not said."""
+        groups = [group.weights for group in (self.config_groups or {}).values()]
+        sizes = [w.group_size for w in groups if w and w.num_bits == 4 and w.group_size]
+        return sizes[0] if sizes else self.group_size
+
+
 class QuantMetadata:
     """The parsed `quantization_config` and hf_quant_config.json, and what was seen against it."""
 
-    def __init__(self, method: str | None, quantization: dict[str, Any]) -> None:
-        self._method = method
-        self._group_size = _group_size(quantization)
-        self._algo = _ALGOS.get(str(quantization.get("quant_algo")))
-        self._layers = quantization.get("quantized_layers") or {}
-        exclude = quantization.get("exclude_modules") or quantization.get("ignore") or []
-        self._excluded = Patterns(exclude)
+    def __init__(self, declared: _Declared) -> None:
+        self._is_modelopt = declared.quant_method == "modelopt"
+        self._method = declared.quant_method
+        self._group_size = declared.nvfp4_group_size
+        self._algo = _ALGOS.get(declared.quant_algo or "")
+        self._layers = declared.quantized_layers or {}
+        self._excluded = Patterns(declared.exclude_modules or declared.ignore or [])
         self._contradictions: list[str] = []
 
     @classmethod
     def read(cls, folder: Path, config: dict[str, Any]) -> QuantMetadata:
-        """Parse what `folder` and its `config` say. A model without metadata is fine."""
+        """Parse what `folder` and its `config` say. A model without metadata is fine.
+
+        Raises CheckpointError when it is malformed, or declares FP8 blocks other than 128 x 128.
+        """
         inside = config.get("quantization_config") or {}
-        method = inside.get("quant_method")
-        _check_fp8_blocks(inside)
-        beside = folder / HF_QUANT_CONFIG
-        if beside.is_file():
-            quantization = read_json_object(beside).get("quantization") or {}
-            return cls(method or "modelopt", {**inside, **quantization})
-        return cls(method, inside)
+        source, beside = "config.json's quantization_config", folder / HF_QUANT_CONFIG
+        try:
+            declared = _Declared.model_validate(inside)
+            if beside.is_file():
+                source = HF_QUANT_CONFIG
+                details = read_json_object(beside).get("quantization") or {}
+                declared = _Declared.model_validate({"quant_method": "modelopt"} | inside | details)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise CheckpointError(f"{source} is malformed: {place}: {first['msg']}.") from None
+        _check_fp8_blocks(declared.weight_block_size)
+        return cls(declared)
 
     @property
     def hint(self) -> str:
@@ -69,7 +112,7 @@ class QuantMetadata:
     def notes(self) -> list[str]:
         """What contradicts the tensors, a sentence each."""
         notes = []
-        if self._group_size not in (None, NVFP4_BLOCK) and self._algo == "nvfp4":
+        if self._algo == "nvfp4" and self._group_size not in (None, NVFP4_BLOCK):
             notes.append(
                 f"The metadata gives group_size {self._group_size}, but NVFP4 is stored with one "
                 f"scale per {NVFP4_BLOCK} values; the tensors were followed."
@@ -83,29 +126,16 @@ class QuantMetadata:
 
     def _declared(self, module: str) -> StoredFormat | None:
         """None when the metadata says nothing that could be compared."""
-        if self._method != "modelopt":
-            return "bf16" if self._excluded.match(module) else None
         if module in self._layers:
-            return _ALGOS.get(str(self._layers[module].get("quant_algo")))
+            return _ALGOS.get(self._layers[module].quant_algo or "")
         if self._layers or self._excluded.match(module):
             return "bf16"
-        return self._algo
+        return self._algo if self._is_modelopt else None
 
 
-def _group_size(quantization: dict[str, Any]) -> int | None:
-    size = quantization.get("group_size")
-    groups: Sequence[Any] = list((quantization.get("config_groups") or {}).values())
-    for group in groups:
-        weights = group.get("weights") or {}
-        if weights.get("num_bits") == 4:
-            size = weights.get("group_size", size)
-    return size
-
-
-def _check_fp8_blocks(quantization: dict[str, Any]) -> None:
+def _check_fp8_blocks(size: list[int] | None) -> None:
     """Other block sizes can give scales of the same shape, so here the metadata must be heeded."""
-    size = quantization.get("weight_block_size")
-    if size is not None and list(size) != [FP8_BLOCK, FP8_BLOCK]:
+    if size not in (None, [FP8_BLOCK, FP8_BLOCK]):
         raise CheckpointError(
             f"config.json: weight_block_size {size} is not supported; "
             f"[{FP8_BLOCK}, {FP8_BLOCK}] is."
