@@ -13,7 +13,7 @@ from tetrad.core.hardware import DeviceSnapshot
 def snapshot(device: str | torch.device) -> DeviceSnapshot:
     """Describe "cpu", "cuda" or "cuda:1"."""
     device = torch.device(device)
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if device.type == "cpu":
         return DeviceSnapshot(
             name=platform.processor() or platform.machine(),
