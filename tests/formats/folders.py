@@ -42,6 +42,11 @@ def matrix(out: int, width: int, seed: int = 0) -> Tensor:
     return torch.randn(out, width, generator=torch.Generator().manual_seed(seed))
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """The stored bytes, for comparisons that know no NaN and no negative zero."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def as_modelopt(module: str, weight: Tensor, *, input_scale: bool = True) -> dict[str, Tensor]:
     """The tensors of one NVFP4 linear under ModelOpt's names."""
     quantized = nvfp4.quantize(weight)

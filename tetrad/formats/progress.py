@@ -53,16 +53,14 @@ class ByteProgress:
         """Show the summary, unless the work failed."""
         if kind is None:
             seconds = self._clock() - self._start_s
-            rate = _rate(self._done_bytes, seconds)
-            self._show(
-                f"{self._label}: {self._done_bytes / _GB:.2f} GB in {seconds:.1f} s ({rate})"
-            )
+            size, rate = _size(self._done_bytes), _rate(self._done_bytes, seconds)
+            self._show(f"{self._label}: {size} in {seconds:.1f} s ({rate})")
 
     def _line(self, done_bytes: int, total_bytes: int, seconds: float) -> str:
         share = min(done_bytes / total_bytes, 1.0) if total_bytes else 1.0
         filled = round(share * _BAR_CELLS)
         bar = "█" * filled + "░" * (_BAR_CELLS - filled)
-        size = f"{done_bytes / _GB:.2f} / {total_bytes / _GB:.2f} GB"
+        size = f"{_size(done_bytes)} / {_size(total_bytes)}"
         return f"{self._label}: {bar} {share:4.0%}  {size}  {_rate(done_bytes, seconds)}"
 
 
@@ -89,6 +87,10 @@ class ConsoleProgress(ByteProgress):
         # "\x1b[K" clears what a longer line has left behind.
         self._stream.write(f"\r{line}\x1b[K" if self._in_place else f"{line}\n")
         self._stream.flush()
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GB:.2f} GB" if num_bytes >= _GB else f"{num_bytes / 1e6:.2f} MB"
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
