@@ -56,7 +56,9 @@ class Driver:
 
     def batch(self, step: Step) -> ForwardBatch:
         """The next `count` tokens of each sequence of `step`, all their logits wanted."""
-        tokens, positions, slots = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for sequence, count in step:
             start = self.computed[sequence]
             tokens += self.token_ids[sequence][start : start + count].tolist()

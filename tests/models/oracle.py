@@ -47,8 +47,8 @@ SHAPES: dict[str, Any] = {
 """Odd on purpose: value, nope and rotary widths all differ, ranks are not powers of two."""
 
 
-def glm(**overrides: Any) -> GlmMoeDsaForCausalLM:
-    """GLM-5 with an IndexShare schedule: layers 2 and 3 read what layer 1 chose."""
+def glm(**overrides: Any) -> Any:
+    """A GlmMoeDsaForCausalLM with an IndexShare schedule: layers 2 and 3 read what layer 1 chose."""
     config = GlmMoeDsaConfig(
         **SHAPES
         | {
@@ -61,8 +61,8 @@ def glm(**overrides: Any) -> GlmMoeDsaForCausalLM:
     return randomised(GlmMoeDsaForCausalLM(config))
 
 
-def deepseek(**overrides: Any) -> DeepseekV32ForCausalLM:
-    """DeepSeek-V3.2 with experts in groups and a rotary embedding stretched by yarn."""
+def deepseek(**overrides: Any) -> Any:
+    """A DeepseekV32ForCausalLM with experts in groups and a rotary embedding stretched by yarn."""
     config = DeepseekV32Config(
         **SHAPES
         | {

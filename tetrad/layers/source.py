@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,11 +88,11 @@ class WeightSource:
         up = self._stack("up_proj", num_experts, intermediate, hidden)
         down = self._stack("down_proj", num_experts, hidden, intermediate)
         prepared = self.ops.experts.prepare(ExpertWeights(gate, up, down), self.dtype)
-        stacks: Sequence[Weight] = (gate, up, down)
-        whole = sum(stack.nbytes for stack in stacks)
-        for stack in stacks:
-            share = round(prepared.nbytes * stack.nbytes / whole)
+        left, stored_left = prepared.nbytes, gate.nbytes + up.nbytes + down.nbytes
+        for stack in (gate, up, down):
+            share = left * stack.nbytes // stored_left
             self.ledger.add(stack.format_name, num_experts, stack.nbytes, share)
+            left, stored_left = left - share, stored_left - stack.nbytes
         return prepared
 
     def _stack(self, name: str, num_experts: int, out: int, width: int) -> Weight:
