@@ -324,7 +324,7 @@ def test_what_can_never_be_served_is_refused(request_: Request, param: str, sent
 
 def test_what_the_whole_cache_cannot_hold_is_refused_with_both_numbers():
     scheduler = make_scheduler(make_limits(4))
-    with pytest.raises(RequestError, match="250 tokens and .* 257 together, but the whole cache"):
+    with pytest.raises(RequestError, match=r"250 tokens and .* 257 together, but the whole cache"):
         scheduler.add(make_request("a", 250, new=7))
     scheduler.add(make_request("b", 250, new=6))
 

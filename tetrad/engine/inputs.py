@@ -1,0 +1,101 @@
+"""A step's plan as the tensors a model reads."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tetrad.core.step import PAGE_TOKENS, SequenceWork, StepPlan
+from tetrad.engine.blocks import pages_for
+from tetrad.layers.batch import ForwardBatch
+
+
+class InputBuilder:
+    """Turns plans into batches on `device`. All integers of one type travel in one copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._page_table = PageTable()
+
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        works = plan.sequences
+        query_lens = tuple(len(work.token_ids) for work in works)
+        kv_lens = tuple(work.num_kv_tokens for work in works)
+        ends = list(accumulate(query_lens))
+        num_tokens = ends[-1]
+        logit_rows = [end - 1 for end, work in zip(ends, works, strict=True) if work.sample]
+        longs = self._send(array("q", [*_token_columns(works), *logit_rows]), torch.int64)
+        ints = self._send(array("i", [0, *ends, *kv_lens]), torch.int32)
+        table = self._page_table.read(works, pages_for(max(kv_lens)))
+        return ForwardBatch(
+            token_ids=longs[:num_tokens],
+            positions=longs[num_tokens : 2 * num_tokens],
+            slots=longs[2 * num_tokens : 3 * num_tokens],
+            query_start=ints[: len(works) + 1],
+            kv_lens=ints[len(works) + 1 :],
+            page_table=table.to(self._device, non_blocking=True),
+            logit_rows=longs[3 * num_tokens :],
+            query_lens=query_lens,
+            kv_lens_host=kv_lens,
+        )
+
+    def _send(self, values: array[int], dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(values, dtype=dtype).to(self._device, non_blocking=True)
+
+
+def _token_columns(works: Sequence[SequenceWork]) -> list[int]:
+    """Token ids of all rows, then positions, then slots."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for work in works:
+        token_ids += work.token_ids
+        positions += range(work.start, work.num_kv_tokens)
+        slots += _slots(work)
+    return token_ids + positions + slots
+
+
+def _slots(work: SequenceWork) -> list[int]:
+    """Slot of each of the work's tokens, page by page."""
+    slots: list[int] = []
+    position, end = work.start, work.num_kv_tokens
+    while position < end:
+        page, offset = divmod(position, PAGE_TOKENS)
+        count = min(PAGE_TOKENS - offset, end - position)
+        first = work.pages[page] * PAGE_TOKENS + offset
+        slots += range(first, first + count)
+        position += count
+    return slots
+
+
+class PageTable:
+    """Host copy of the page ids of each row. A sequence's tuple of pages is a new object only when
+    it grew or moved, so most rows are recognised and left as they are."""
+
+    def __init__(self) -> None:
+        self._table = torch.zeros(0, 0, dtype=torch.int32)
+        self._rows: list[tuple[int, ...]] = []
+
+    def read(self, works: Sequence[SequenceWork], width: int) -> Tensor:
+        """[S, width] int32, a copy; padded with 0."""
+        self._grow(len(works), max(len(work.pages) for work in works))
+        for row, work in enumerate(works):
+            if self._rows[row] is not work.pages:
+                self._write(row, work.pages)
+        return self._table[: len(works), :width].clone()
+
+    def _grow(self, num_rows: int, width: int) -> None:
+        rows, columns = self._table.shape
+        if num_rows > rows or width > columns:
+            size = (max(num_rows, 2 * rows), max(width, 2 * columns))
+            self._table = torch.zeros(size, dtype=torch.int32)
+            self._rows = [()] * size[0]
+
+    def _write(self, row: int, pages: tuple[int, ...]) -> None:
+        self._table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._table[row, len(pages) : len(self._rows[row])] = 0
+        self._rows[row] = pages

@@ -1,0 +1,176 @@
+"""From a configuration to an engine that can step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tetrad import __version__
+from tetrad.core.arch import ModelArch
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import ConfigError, UnsupportedError
+from tetrad.core.messages import EngineProgress
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
+from tetrad.engine.device import device_memory, resolve_device, use_sensible_threads
+from tetrad.engine.engine import Engine
+from tetrad.engine.philox import derived_seed
+from tetrad.engine.runner import Runner
+from tetrad.engine.scheduler import Scheduler
+from tetrad.kernels.device import snapshot
+from tetrad.kernels.select import FLAG_OPS, OpSet, resolve_ops
+from tetrad.layers.cache import KvCache
+from tetrad.models.base import Model
+from tetrad.models.loader import load_model
+
+PROGRESS_INTERVAL_S = 0.25
+
+Progress = Callable[[EngineProgress], None]
+
+
+def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Engine:
+    """Choose kernels, load the model, size the cache.
+
+    Raises ConfigError, CheckpointError or UnsupportedError, each one sentence, when what was asked
+    cannot be.
+    """
+    say = on_progress or (lambda _progress: None)
+    folder = _model_folder(config)
+    arch = ModelArch.from_folder(folder)
+    resolve_context(config, arch)
+    device = resolve_device(config.device)
+    dtype = _dtype(config, device)
+    if device.type == "cpu":
+        use_sensible_threads()
+    say(EngineProgress("kernels", f"choosing backends on {snapshot(device).name}"))
+    ops = resolve_ops(str(device), _forced_backends(config), dtype)
+    started = time.monotonic()
+    say(EngineProgress("weights", str(folder)))
+    model = _load_weights(folder, device, dtype, ops, say)
+    load_s = time.monotonic() - started
+    layout, use = _lay_out_cache(config, model, device, dtype)
+    say(EngineProgress("cache", layout.sentence))
+    cache = _make_cache(arch, layout, device, dtype)
+    scheduler = Scheduler(
+        layout.limits,
+        use_prefix_cache=not config.disable_radix_cache,
+        draw_seed=lambda n: derived_seed(config.random_seed, n),
+    )
+    info = _info(folder, model, layout, use, ops) | {
+        "device": snapshot(device).as_dict(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_s": round(load_s, 3),
+        "num_threads": torch.get_num_threads(),
+        "random_seed": config.random_seed,
+        "disable_radix_cache": config.disable_radix_cache,
+    }
+    return Engine(scheduler, Runner(model, cache, ops.sample, device), info)
+
+
+def _model_folder(config: ServeConfig) -> Path:
+    if config.tp != 1:
+        raise UnsupportedError(f"--tp {config.tp}: this version runs on one device; --tp 1 works.")
+    if config.model is None:
+        raise ConfigError("No model folder was given; name one that holds config.json.")
+    return config.model
+
+
+def _dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _forced_backends(config: ServeConfig) -> dict[str, str]:
+    wanted = {
+        "moe_runner_backend": config.moe_runner_backend,
+        "attention_backend": config.attention_backend,
+    }
+    return {FLAG_OPS[flag]: backend for flag, backend in wanted.items()}
+
+
+def _load_weights(
+    folder: Path, device: torch.device, dtype: torch.dtype, ops: OpSet, say: Progress
+) -> Model:
+    meter = _ReadMeter(say)
+    try:
+        return load_model(
+            folder, device=str(device), dtype=dtype, ops=ops, on_progress=meter.on_bytes
+        )
+    except torch.OutOfMemoryError as error:
+        total = device_memory(device).total_bytes / 1e9
+        raise ConfigError(
+            f"The weights of {folder} do not fit into the {total:.3g} GB of {device}: {error}"
+        ) from error
+
+
+class _ReadMeter:
+    """Turns "bytes done of total" into progress messages, a few each second."""
+
+    def __init__(self, say: Progress) -> None:
+        self._say = say
+        self._started_at = self._said_at = time.monotonic()
+
+    def on_bytes(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self._said_at >= PROGRESS_INTERVAL_S:
+            self._said_at = now
+            rate = done / 1e9 / max(now - self._started_at, 1e-9)
+            detail = f"{done / 1e9:.3f} of {total / 1e9:.3f} GB ({rate:.2f} GB/s)"
+            self._say(EngineProgress("weights", detail))
+
+
+def _lay_out_cache(
+    config: ServeConfig, model: Model, device: torch.device, dtype: torch.dtype
+) -> tuple[CacheLayout, MemoryUse]:
+    memory = device_memory(device)
+    is_gpu = device.type == "cuda"
+    use = MemoryUse(
+        device_kind=device.type,
+        total_bytes=memory.total_bytes,
+        used_bytes=memory.total_bytes - memory.free_bytes if is_gpu else model.weight_bytes,
+        free_bytes=memory.free_bytes,
+        page_bytes=KvCache.bytes_per_page(model.arch, dtype),
+    )
+    return plan_cache(config, model.arch, use), use
+
+
+def _make_cache(
+    arch: ModelArch, layout: CacheLayout, device: torch.device, dtype: torch.dtype
+) -> KvCache:
+    try:
+        return KvCache(arch, layout.limits.num_pages, device, dtype)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The cache of {layout.sentence} could not be allocated; lower --mem-fraction-static "
+            f"below {layout.fraction:g}."
+        ) from error
+
+
+def _info(
+    folder: Path, model: Model, layout: CacheLayout, use: MemoryUse, ops: OpSet
+) -> dict[str, Any]:
+    limits = layout.limits
+    return {
+        "version": __version__,
+        "model_path": str(folder),
+        "model_type": model.arch.model_type,
+        "context_length": min(limits.context_tokens, limits.cache_tokens),
+        "max_total_num_tokens": limits.cache_tokens,
+        "max_running_requests": limits.max_running_requests,
+        "chunked_prefill_size": limits.step_tokens,
+        "page_size": PAGE_TOKENS,
+        "cache_limited_by": layout.limited_by,
+        "cache_sentence": layout.sentence,
+        "mem_fraction_static": layout.fraction,
+        "memory": asdict(use)
+        | {"weight_bytes": model.weight_bytes, "cache_bytes": limits.num_pages * use.page_bytes},
+        "weights": model.weight_report,
+        "backends": ops.report,
+    }

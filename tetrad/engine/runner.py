@@ -1,0 +1,41 @@
+"""Plan in, result out: the one place where the engine touches the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tetrad.core.step import StepPlan, StepResult
+from tetrad.engine.inputs import InputBuilder
+from tetrad.engine.sampler import Sampler
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+
+ModelCall = Callable[[ForwardBatch, KvCache], Tensor]
+"""A loaded model: logits [R, V] fp32 of a batch's `logit_rows`."""
+
+
+class Runner:
+    """Owns the model, its cache and the sampler."""
+
+    def __init__(
+        self,
+        model: ModelCall,
+        cache: KvCache,
+        sample_op: Callable[..., Tensor],
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._inputs = InputBuilder(device)
+        self._sampler = Sampler(sample_op)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step. Rows whose logits are not finite are marked, not raised."""
+        logits = self._model(self._inputs.build(plan), self._cache)
+        pairs = [(work.rid, work.sample) for work in plan.sequences if work.sample]
+        rids = [rid for rid, _ in pairs]
+        return StepResult(self._sampler(logits, rids, [work for _, work in pairs]))

@@ -1,0 +1,141 @@
+"""From logits to tokens: the rules of a request applied to its row, then one draw.
+
+In this order: logit bias, repetition penalty, frequency and presence penalties, end tokens that are
+not allowed yet; then temperature, top-k, top-p and min-p inside the `sample` op. Log-probabilities
+are those of the model, before any of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tetrad.core.request import SamplingParams, TokenLogprob
+from tetrad.core.step import SampledToken, SampleWork
+from tetrad.engine.philox import uniform
+
+MIN_TEMPERATURE = 1e-5
+"""Below this a request is greedy: dividing by less overflows float32."""
+
+Cells = tuple[list[int], list[int], list[float]]
+"""Rows, token ids and a number for each: what a rule does to the logits."""
+
+
+class Sampler:
+    """Chooses one token for each row. `sample_op` is the chosen backend of the `sample` op."""
+
+    def __init__(self, sample_op: Callable[..., Tensor]) -> None:
+        self._sample_op = sample_op
+
+    def __call__(
+        self, logits: Tensor, rids: Sequence[str], works: Sequence[SampleWork]
+    ) -> tuple[SampledToken, ...]:
+        """`logits` [R, V] fp32, one row for each of `rids` and `works`; overwritten."""
+        if not works:
+            return ()
+        is_finite = logits.isfinite().all(dim=1)
+        logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
+        wanted = [row for row, work in enumerate(works) if work.params.num_logprobs is not None]
+        log_probs = logits[wanted].log_softmax(dim=1) if wanted else None
+        apply_rules(logits, works)
+        ids = self._choose(logits, works)
+        chosen: list[int] = ids.where(is_finite, -1).tolist()
+        tops = _top_log_probs(log_probs, ids, wanted, works) if log_probs is not None else {}
+        return tuple(
+            SampledToken(rid, token_id, token_id >= 0, tops.get(row) if token_id >= 0 else None)
+            for row, (rid, token_id) in enumerate(zip(rids, chosen, strict=True))
+        )
+
+    def _choose(self, logits: Tensor, works: Sequence[SampleWork]) -> Tensor:
+        temperatures = [_temperature(work.params) for work in works]
+        if not any(temperatures):
+            return self._sample_op(logits, None)
+        draws = [
+            uniform(work.seed, work.num_generated) if temperature else 0.0
+            for work, temperature in zip(works, temperatures, strict=True)
+        ]
+        params = [work.params for work in works]
+        columns = torch.tensor(
+            [temperatures, [p.top_p for p in params], [p.min_p for p in params], draws]
+        ).to(logits.device, non_blocking=True)
+        top_k = torch.tensor([p.top_k for p in params]).to(logits.device, non_blocking=True)
+        temperature, top_p, min_p, draw = columns
+        return self._sample_op(logits, temperature, top_k, top_p, min_p, draw)
+
+
+def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> None:
+    """Change `logits` [R, V] in place as each request asks; who asks nothing costs nothing."""
+    device = logits.device
+    if cells := _cells(works, lambda work: work.params.logit_bias):
+        where, bias = _on(device, cells)
+        logits[where] += bias
+    if cells := _cells(works, _repetition):
+        where, penalty = _on(device, cells)
+        seen = logits[where]
+        logits[where] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if cells := _cells(works, _frequency_and_presence):
+        where, penalty = _on(device, cells)
+        logits[where] -= penalty
+    if cells := _cells(works, lambda work: dict.fromkeys(work.banned_ids, -torch.inf)):
+        where, lowest = _on(device, cells)
+        logits[where] = lowest
+
+
+def _temperature(params: SamplingParams) -> float:
+    return params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
+
+
+def _repetition(work: SampleWork) -> dict[int, float]:
+    """Token id → penalty, for every token of prompt and output."""
+    penalty = work.params.repetition_penalty
+    return dict.fromkeys(work.history_ids, penalty) if penalty != 1.0 else {}
+
+
+def _frequency_and_presence(work: SampleWork) -> dict[int, float]:
+    """Token id → what to subtract, for every token of the output."""
+    frequency, presence = work.params.frequency_penalty, work.params.presence_penalty
+    if not frequency and not presence:
+        return {}
+    counts = Counter(work.history_ids[work.num_prompt :])
+    return {token_id: presence + frequency * count for token_id, count in counts.items()}
+
+
+def _cells(
+    works: Sequence[SampleWork], rule: Callable[[SampleWork], dict[int, float]]
+) -> Cells | None:
+    """The rule's numbers over all rows; None if it touches nothing. No cell comes twice."""
+    rows: list[int] = []
+    ids: list[int] = []
+    values: list[float] = []
+    for row, work in enumerate(works):
+        if numbers := rule(work):
+            rows += [row] * len(numbers)
+            ids += numbers.keys()
+            values += numbers.values()
+    return (rows, ids, values) if rows else None
+
+
+def _on(device: torch.device, cells: Cells) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    rows, ids, values = cells
+    where = torch.tensor([rows, ids]).to(device, non_blocking=True)
+    numbers = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+    return (where[0], where[1]), numbers
+
+
+def _top_log_probs(
+    log_probs: Tensor, ids: Tensor, rows: list[int], works: Sequence[SampleWork]
+) -> dict[int, TokenLogprob]:
+    """Row → log-probabilities of its token and of the best ones. `log_probs` [len(rows), V]."""
+    chosen = ids[rows].unsqueeze(1)
+    counts = [works[row].params.num_logprobs or 0 for row in rows]
+    best, best_ids = log_probs.topk(min(max(counts), log_probs.shape[1]), dim=1)
+    numbers = torch.cat([log_probs.gather(1, chosen), best], dim=1).tolist()
+    names = torch.cat([chosen, best_ids], dim=1).tolist()
+    found = {}
+    for row, count, values, token_ids in zip(rows, counts, numbers, names, strict=True):
+        top = tuple(zip(token_ids[1 : count + 1], values[1 : count + 1], strict=True))
+        found[row] = TokenLogprob(token_ids[0], values[0], top)
+    return found
