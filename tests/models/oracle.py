@@ -48,7 +48,7 @@ SHAPES: dict[str, Any] = {
 
 
 def glm(**overrides: Any) -> Any:
-    """A GlmMoeDsaForCausalLM with an IndexShare schedule: layers 2 and 3 read what layer 1 chose."""
+    """GlmMoeDsaForCausalLM with an IndexShare schedule: 2 and 3 read what layer 1 chose."""
     config = GlmMoeDsaConfig(
         **SHAPES
         | {
