@@ -162,7 +162,7 @@ def _info(
         "model_path": str(folder),
         "model_type": model.arch.model_type,
         "context_length": min(limits.context_tokens, limits.cache_tokens),
-        "max_total_num_tokens": limits.cache_tokens,
+        "max_total_tokens": limits.cache_tokens,
         "max_running_requests": limits.max_running_requests,
         "chunked_prefill_size": limits.step_tokens,
         "page_size": PAGE_TOKENS,
