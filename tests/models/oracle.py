@@ -107,9 +107,19 @@ def randomised(model: Any, seed: int = 0) -> Any:
             gain = 3.0 if "lm_head" in name else 1.0
             fill(values, gain * values.shape[-1] ** -0.5)
     for layer in model.model.layers:
-        for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
-            norm.variance_epsilon = model.config.rms_norm_eps
+        _make_eps_count(layer.self_attn, model.config)
     return model.eval()
+
+
+def _make_eps_count(attention: Any, config: Any) -> None:
+    """Set the latent norms' eps, and make what is normed small enough that each eps shows."""
+    for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):
+        norm.variance_epsilon = config.rms_norm_eps
+    small = 10.0 * config.rms_norm_eps**0.5
+    attention.q_a_proj.weight.mul_(small)
+    attention.kv_a_proj_with_mqa.weight[: config.kv_lora_rank].mul_(small)
+    if attention.indexer is not None:
+        attention.indexer.wk.weight.mul_(3e-3)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from tests.models.driver import Driver
 from tetrad.core.errors import CheckpointError
 from tetrad.formats import fp8, nvfp4
 from tetrad.kernels.select import resolve_ops
+from tetrad.layers.moe import Moe
 from tetrad.models.base import Model
 from tetrad.models.loader import load_model
 
@@ -185,9 +186,22 @@ def test_the_weight_report_counts_every_byte_by_format(tmp_path: Path):
 
 def test_bf16_weights_halve_the_memory(tmp_path: Path):
     folder = tiny_glm_folder(tmp_path)
-    full, half = load(folder).weight_bytes, load(folder, torch.bfloat16).weight_bytes
-    # Routers, their biases, key norms and index weights stay in fp32.
-    assert 0.5 * full < half < 0.56 * full
+    full, half = load(folder), load(folder, torch.bfloat16)
+    assert 0.5 * full.weight_bytes < half.weight_bytes < 0.56 * full.weight_bytes
+    layer = half.layers[3]
+    assert isinstance(layer.mlp, Moe)
+    assert layer.attention.indexer is not None
+    kept = [
+        layer.mlp.router.weight.dequantize(torch.float32),
+        layer.mlp.bias,
+        layer.attention.indexer.weights.weight.dequantize(torch.float32),
+        layer.attention.indexer.key_norm.bias,
+    ]
+    stored = tiny_glm_tensors(TINY_GLM)
+    names = ["mlp.gate.weight", "mlp.gate.e_score_correction_bias"]
+    names += [f"self_attn.indexer.{name}" for name in ("weights_proj.weight", "k_norm.bias")]
+    for name, values in zip(names, kept, strict=True):
+        assert torch.equal(values, stored[f"model.layers.3.{name}"]), f"{name} was rounded"
 
 
 def test_dense_layers_follow_mlp_layer_types(tmp_path: Path):
