@@ -73,7 +73,7 @@ async def model_info(service: Service, _request: Request) -> Response:
 
 
 async def server_info(service: Service, _request: Request) -> Response:
-    """The resolved configuration, flat, and what the engine chose and why."""
+    """The resolved configuration, flat, what the engine chose and why, and its state right now."""
     engine = service.engine
     config = service.config.model_dump(mode="json", exclude={"api_key"})
     info = {
@@ -93,6 +93,7 @@ async def server_info(service: Service, _request: Request) -> Response:
         },
         "internal_states": [_internal_state(service)],
         "engine": engine.info,
+        "state": await engine.state(),
     }
     return JSONResponse(info)
 
