@@ -27,15 +27,15 @@ class Runner:
         sample_op: Callable[..., Tensor],
         device: torch.device,
     ) -> None:
-        self._model = model
-        self._cache = cache
+        self.model = model
+        self.cache = cache
         self._inputs = InputBuilder(device)
         self._sampler = Sampler(sample_op)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step. Rows whose logits are not finite are marked, not raised."""
-        logits = self._model(self._inputs.build(plan), self._cache)
+        logits = self.model(self._inputs.build(plan), self.cache)
         pairs = [(work.rid, work.sample) for work in plan.sequences if work.sample]
         rids = [rid for rid, _ in pairs]
         return StepResult(self._sampler(logits, rids, [work for _, work in pairs]))

@@ -1,0 +1,44 @@
+"""Random numbers by position."""
+
+from __future__ import annotations
+
+import pytest
+
+from tetrad.engine.philox import derived_seed, philox4x32, uniform
+
+ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((ONES, ONES, ONES, ONES), (ONES, ONES), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_the_known_answers_of_the_paper_s_library(counter, key, words):
+    assert " ".join(f"{word:08x}" for word in philox4x32(counter, key)) == words
+
+
+def test_numbers_are_of_float32_and_below_one():
+    numbers = [uniform(seed, n) for seed in range(50) for n in range(50)]
+    assert all(0.0 <= u < 1.0 and (u * 2**24).is_integer() for u in numbers)
+    assert len(set(numbers)) > 2490
+
+
+def test_every_position_has_its_own_number():
+    assert len({uniform(5, n) for n in range(1000)}) > 995
+    assert uniform(2**32, 0) != uniform(0, 0)
+    assert uniform(0, 2**34) != uniform(0, 0)
+
+
+def test_drawn_seeds_differ_and_fit_63_bits():
+    seeds = [derived_seed(7, n) for n in range(1000)]
+    assert len(set(seeds)) == 1000
+    assert max(seeds) < 2**63
+    assert derived_seed(8, 0) != seeds[0]
