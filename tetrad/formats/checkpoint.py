@@ -34,6 +34,10 @@ OnBytes = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in the checkpoint) after each tensor."""
 
 
+_MAX_MAPPED_FILES = 2
+"""A layer may lie across the border of two files."""
+
+
 class Checkpoint:
     """The tensors of a folder. Open it with `Checkpoint.open`."""
 
@@ -172,9 +176,7 @@ class Checkpoint:
     def _read(self, stored: StoredTensor) -> Tensor:
         """The tensor as a view of its mapped file."""
         try:
-            if stored.file not in self._files:
-                self._files[stored.file] = safe_open(stored.file, "pt")
-            tensor: Tensor = self._files[stored.file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
+            tensor: Tensor = self._file(stored.file).get_tensor(stored.name)  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{stored.file} cannot be read: {error}.") from error
         if stored.name not in self._asked:
@@ -183,6 +185,15 @@ class Checkpoint:
         if self.on_bytes is not None:
             self.on_bytes(self.nbytes_read, self.nbytes_total)
         return tensor
+
+    def _file(self, file: Path) -> safe_open:
+        """Map `file`. Old mappings are dropped: what was read through them counts as memory in use
+        for as long as they stand, which would make loading look twice as large as the model."""
+        if file not in self._files:
+            if len(self._files) >= _MAX_MAPPED_FILES:
+                del self._files[next(iter(self._files))]
+            self._files[file] = safe_open(file, "pt")
+        return self._files[file]
 
     def _checked(self, weight: Weight, modules: list[str]) -> Weight:
         """Refuse scales that are NaN or infinite: they come from a broken export or a bad disk."""
