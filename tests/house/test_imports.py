@@ -19,7 +19,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"core"},
     "cli": {"core", "data", "formats", "kernels", "models", "engine", "server", "bench"},
 }
-TORCH_FREE_ENGINE = {"client", "wire", "scheduler", "blocks", "prefix"}
+TORCH_FREE_ENGINE = {
+    "admission",
+    "blocks",
+    "cache_layout",
+    "client",
+    "engine",
+    "loop",
+    "philox",
+    "prefix",
+    "process",
+    "scheduler",
+    "sequence",
+    "wire",
+}
 STANDARD = set(sys.stdlib_module_names)
 
 

@@ -1,45 +1,11 @@
-"""The engine process: `python -m tetrad.engine.worker --config-json TEXT --socket FOLDER`.
-
-Started by `EngineClient`. Its life hangs on its parent's: when standard input, a pipe, closes, it
-ends. Signals of a terminal or a service manager are the parent's to handle; it drains its requests
-and then says `Shutdown`.
-"""
+"""The engine process: `python -m tetrad.engine.worker --config-json TEXT --socket FOLDER`."""
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
-import signal
 import sys
-import threading
 
-from tetrad.core.config import ServeConfig
-from tetrad.core.errors import EngineDiedError
 from tetrad.engine.load import load_engine
-from tetrad.engine.loop import EngineLoop, Load
-
-
-def main(load: Load = load_engine) -> int:
-    """Serve until told to end; the exit code tells how it went."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
-    parser = argparse.ArgumentParser(prog="tetrad.engine.worker")
-    parser.add_argument("--config-json", required=True, type=ServeConfig.model_validate_json)
-    parser.add_argument("--socket", required=True, metavar="FOLDER")
-    arguments = parser.parse_args()
-    config: ServeConfig = arguments.config_json
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s")
-    return EngineLoop(arguments.socket).run(config, load)
-
-
-def _end_with_parent() -> None:
-    """Blocks until the pipe closes, then ends the process whatever it is doing."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(EngineDiedError.exit_code)
-
+from tetrad.engine.process import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(load_engine))

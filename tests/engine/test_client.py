@@ -1,0 +1,246 @@
+"""Client and engine process: start, generate, abort, every way to die, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.fake_worker import KILLED, RAISES, SPOILED, STUCK, FakeEngineClient
+from tests.engine.fakes import expected_output, make_request
+from tests.factories import tiny_glm_folder
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import CheckpointError, EngineDiedError, RequestError
+from tetrad.core.messages import EngineProgress
+from tetrad.core.request import Request, RequestOutput
+from tetrad.engine.client import EngineClient
+
+SOON_S = 30.0
+"""Upper bound on what takes milliseconds, so that a hang fails."""
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    client = await FakeEngineClient.start(ServeConfig())
+    yield client
+    await client.stop()
+
+
+async def collect(client: EngineClient, request: Request) -> list[RequestOutput]:
+    async with asyncio.timeout(SOON_S):
+        return [output async for output in client.generate(request)]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def pid(client: EngineClient) -> int:
+    found = client.info["pid"]
+    assert isinstance(found, int)
+    return found
+
+
+def is_alive(process: int) -> bool:
+    """Is there a process of this id that is not merely waiting to be reaped?"""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_requests_run_together_and_give_their_tokens(client: EngineClient):
+    requests = [make_request(f"r{i}", 20 + 30 * i, 20, seed=i) for i in range(6)]
+    results = await asyncio.gather(*(collect(client, request) for request in requests))
+    for i, (request, outputs) in enumerate(zip(requests, results, strict=True)):
+        assert [t for o in outputs for t in o.token_ids] == expected_output(request, i)
+        assert outputs[-1].finish is not None
+        assert all(o.finish is None for o in outputs[:-1])
+    assert client.stats.generated_tokens_total == 120
+    state = await client.state()
+    assert state["integrity"] == "ok"
+    assert state["running_requests"] == 0
+
+
+async def test_a_refused_request_raises_before_any_output(client: EngineClient):
+    with pytest.raises(RequestError, match="512 tokens but the context") as caught:
+        await collect(client, make_request("a", 512))
+    assert (caught.value.http_status, caught.value.param) == (400, "prompt")
+    assert await collect(client, make_request("a", 5))
+
+
+async def test_a_live_rid_is_refused(client: EngineClient):
+    stream = client.generate(make_request("a", 5, 400))
+    await anext(stream)
+    with pytest.raises(RequestError, match="already running"):
+        await collect(client, make_request("a", 5))
+    await stream.aclose()
+
+
+async def test_leaving_early_aborts_in_the_engine(client: EngineClient):
+    stream = client.generate(make_request("left", 5, 500))
+    await anext(stream)
+    await stream.aclose()
+    task = asyncio.create_task(collect(client, make_request("cancelled", 5, 500)))
+    await until(lambda: client.stats.running_requests)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    state = await client.state()
+    assert (state["running_requests"], state["used_pages"]) == (0, 0)
+    assert state["integrity"] == "ok"
+
+
+async def test_flush(client: EngineClient):
+    await collect(client, make_request("a", 200))
+    assert (await client.state())["cached_pages"] == 3
+    stream = client.generate(make_request("b", 5, 500))
+    await anext(stream)
+    assert await client.flush_cache() == (False, "The cache is in use: requests run or wait.")
+    await stream.aclose()
+    assert await client.flush_cache() == (True, "Cache flushed.")
+    assert (await client.state())["cached_pages"] == 0
+
+
+async def test_non_finite_logits_are_an_output_not_a_death(client: EngineClient):
+    (failed,) = await collect(client, make_request("a", [SPOILED, 1]))
+    assert failed.finish is not None
+    assert failed.finish.reason == "error"
+    assert await collect(client, make_request("b", 5))
+
+
+async def assert_all_fail(client: EngineClient, trigger: int, sentence: str) -> None:
+    """A request with `trigger` ends the engine: open requests, calls and later ones say so."""
+    bystander = asyncio.create_task(collect(client, make_request("bystander", 5, 500)))
+    await until(lambda: client.stats.running_requests)
+    with pytest.raises(EngineDiedError, match=sentence):
+        await collect(client, make_request("culprit", [trigger]))
+    with pytest.raises(EngineDiedError, match=sentence):
+        await bystander
+    assert client.died.done()
+    assert sentence in str(client.died.result())
+    with pytest.raises(EngineDiedError, match=sentence):
+        await collect(client, make_request("later", 5))
+    with pytest.raises(EngineDiedError, match=sentence):
+        await client.state()
+
+
+async def test_a_step_that_raises_ends_the_engine_with_its_reason(client: EngineClient):
+    await assert_all_fail(client, RAISES, "a step: RuntimeError: the fake kernel broke")
+
+
+async def test_a_killed_engine_fails_everyone(client: EngineClient):
+    await assert_all_fail(client, KILLED, "process was killed")
+
+
+async def test_the_heart_beats_while_a_step_is_stuck(client: EngineClient):
+    task = asyncio.create_task(collect(client, make_request("a", [STUCK])))
+    await until(lambda: client.step_age_s > 0.4)
+    assert client.last_beat_age_s < 5.0
+    assert not client.died.done()
+    os.kill(pid(client), signal.SIGKILL)
+    with pytest.raises(EngineDiedError):
+        await task
+
+
+async def test_signals_of_the_terminal_are_the_parent_s_to_handle(client: EngineClient):
+    os.kill(pid(client), signal.SIGINT)
+    os.kill(pid(client), signal.SIGTERM)
+    assert await collect(client, make_request("a", 5))
+
+
+async def test_stop_ends_the_process_and_open_requests():
+    client = await FakeEngineClient.start(ServeConfig())
+    task = asyncio.create_task(collect(client, make_request("a", 5, 500)))
+    await until(lambda: client.stats.running_requests)
+    await client.stop()
+    with pytest.raises(EngineDiedError, match="was stopped"):
+        await task
+    assert not is_alive(pid(client))
+    assert not client.died.done()
+
+
+async def test_stop_kills_a_stuck_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tetrad.engine.client.STOP_GRACE_S", 0.2)
+    client = await FakeEngineClient.start(ServeConfig())
+    task = asyncio.create_task(collect(client, make_request("a", [STUCK])))
+    await until(lambda: client.step_age_s > 0)
+    await client.stop()
+    assert not is_alive(pid(client))
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "sentence"),
+    [
+        ("bad", CheckpointError, "^the folder holds no model.$"),
+        ("broken", EngineDiedError, "loading: RuntimeError: cannot load"),
+    ],
+)
+async def test_an_engine_that_cannot_load_says_why(
+    name: str, error: type[Exception], sentence: str
+):
+    progress: list[EngineProgress] = []
+    with pytest.raises(error, match=sentence):
+        await FakeEngineClient.start(ServeConfig(served_model_name=name), progress.append)
+    assert progress == [EngineProgress("weights", "none")]
+
+
+async def test_loading_has_a_time_limit():
+    config = ServeConfig(served_model_name="slow", startup_timeout=1.0)
+    with pytest.raises(EngineDiedError, match="within 1 s; raise --startup-timeout"):
+        await FakeEngineClient.start(config)
+
+
+ORPHAN = """
+import asyncio, os
+from tests.engine.fake_worker import FakeEngineClient
+from tetrad.core.config import ServeConfig
+async def main():
+    client = await FakeEngineClient.start(ServeConfig())
+    print(client.info["pid"], flush=True)
+    os._exit(0)
+asyncio.run(main())
+"""
+
+
+def test_no_engine_outlives_its_parent():
+    parent = subprocess.run(
+        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True
+    )
+    deadline = time.monotonic() + SOON_S
+    while is_alive(int(parent.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def test_the_key_of_the_server_is_not_on_the_engine_s_command_line():
+    client = await FakeEngineClient.start(ServeConfig(api_key="sesame"))
+    command = Path(f"/proc/{pid(client)}/cmdline").read_bytes()
+    await client.stop()
+    assert b"config-json" in command
+    assert b"sesame" not in command
+
+
+async def test_the_real_engine_process(tmp_path: Path):
+    config = ServeConfig(model=tiny_glm_folder(tmp_path / "tiny"), device="cpu")
+    client = await EngineClient.start(config)
+    try:
+        outputs = await collect(client, make_request("a", 70, 5, temperature=0.0, num_logprobs=1))
+        assert len(outputs) == 5
+        assert outputs[0].logprobs[0].token_id == outputs[0].token_ids[0]
+        assert client.info["max_total_tokens"] > 0
+        assert (await client.state())["integrity"] == "ok"
+    finally:
+        await client.stop()
+
+
+async def test_the_real_engine_refuses_a_folder_that_is_no_model(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        await EngineClient.start(ServeConfig(model=tmp_path))
