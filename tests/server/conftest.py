@@ -14,7 +14,7 @@ from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
 from tetrad.data import embedded_model
 from tetrad.server.app import build_app
-from tetrad.server.launch import _HttpServer
+from tetrad.server.launch import HttpServer
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
 from tetrad.server.text import Tokenizer
@@ -67,7 +67,7 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 async def address(service: Service) -> AsyncIterator[str]:
     """URL of the service on a real port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        http = _HttpServer(service, listener)
+        http = HttpServer(service, listener)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:

@@ -60,6 +60,15 @@ class FakeEngine:
             "context_length": 256,
             "max_total_tokens": 4096,
             "max_running_requests": 4,
+            "memory": {"weight_bytes": 2_500_000, "cache_bytes": 2**30, "free_bytes": 2**31},
+            "weights": {"nvfp4": {"memory_bytes": 1500}, "bf16": {"memory_bytes": 2_498_500}},
+            "device": {"name": "abacus", "kind": "cpu", "memory_bytes": 8_000_000_000},
+            "dtype": "float32",
+            "cache_sentence": "4096 tokens (1.07 GB), all that memory leaves",
+            "backends": [
+                {"op": "rope", "backend": "torch", "reason": "", "refusals": {}},
+                {"op": "mla", "backend": "torch", "reason": "", "refusals": {"beads": "no wire."}},
+            ],
         } | info
         self.stats = EngineStats(total_pages=64)
         self.last_beat_age_s = 0.0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tetrad.core.errors import ConfigError, RequestError
 from tetrad.data import embedded_model
 from tetrad.server.chat_template import ChatTemplate

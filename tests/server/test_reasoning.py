@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+
 from tetrad.server.reasoning import ReasoningParser, starts_inside
 
 INSIDE = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+
 from tetrad.core.errors import CapacityError
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.server.reasoning import ReasoningParser

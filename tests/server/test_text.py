@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tetrad.core.errors import CheckpointError
 from tetrad.data import embedded_model
 from tetrad.server.text import Detokenizer, Tokenizer

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tetrad.server.tools import MARKERS, ToolDelta, ToolParser
 
 TOOLS: list[dict[str, Any]] = [
@@ -52,7 +53,9 @@ def read(pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
 
 
 def collect(events: Iterable[str | ToolDelta]) -> tuple[str, list[tuple[str, str]]]:
-    content, names, arguments = "", [], []
+    content = ""
+    names: list[str] = []
+    arguments: list[str] = []
     for event in events:
         if isinstance(event, str):
             content += event

@@ -18,10 +18,12 @@ from tetrad.core.errors import RequestError, TetradError
 from tetrad.core.request import Request as EngineRequest
 from tetrad.core.request import SamplingParams
 from tetrad.server.choices import new_id
+from tetrad.server.engine_port import EnginePort
 from tetrad.server.native import WEIGHT_VERSION
 from tetrad.server.service import Service
 
 HEALTH_GENERATE_TIMEOUT_S = 20.0
+STATE_TIMEOUT_S = 5.0
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_TIMEOUT_S = 600.0
 
@@ -93,9 +95,18 @@ async def server_info(service: Service, _request: Request) -> Response:
         },
         "internal_states": [_internal_state(service)],
         "engine": engine.info,
-        "state": await engine.state(),
+        "state": await _state(engine),
     }
     return JSONResponse(info)
+
+
+async def _state(engine: EnginePort) -> dict[str, Any] | None:
+    """The engine's own account of itself; None if a long step keeps it from answering."""
+    try:
+        async with asyncio.timeout(STATE_TIMEOUT_S):
+            return await engine.state()
+    except TimeoutError:
+        return None
 
 
 def _without_key(arguments: list[str]) -> list[str]:
@@ -112,7 +123,7 @@ def _without_key(arguments: list[str]) -> list[str]:
 def _internal_state(service: Service) -> dict[str, Any]:
     """The state of the one engine, under SGLang's names."""
     info, stats = service.engine.info, service.engine.stats
-    memory = info.get("memory", {})
+    memory = info["memory"]
     return {
         "effective_max_running_requests_per_dp": info["max_running_requests"],
         "last_gen_throughput": stats.gen_throughput,
@@ -120,9 +131,9 @@ def _internal_state(service: Service) -> dict[str, Any]:
         "num_running_reqs": stats.running_requests,
         "num_waiting_reqs": stats.waiting_requests,
         "memory_usage": {
-            "weight": memory.get("weight_bytes", 0) / 2**30,
-            "kvcache": memory.get("cache_bytes", 0) / 2**30,
-            "startup_available": memory.get("available_bytes", 0) / 2**30,
+            "weight": memory["weight_bytes"] / 2**30,
+            "kvcache": memory["cache_bytes"] / 2**30,
+            "startup_available": memory["free_bytes"] / 2**30,
             "token_capacity": info["max_total_tokens"],
             "graph": {},
         },
@@ -142,7 +153,7 @@ async def flush_cache(service: Service, request: Request) -> Response:
             break
         await asyncio.sleep(FLUSH_RETRY_S)
     return PlainTextResponse(
-        f"Cache flushed.\n{text}\n" if ok else f"Cache not flushed. {text}\n",
+        "Cache flushed.\n" if ok else f"Cache not flushed. {text}\n",
         status_code=200 if ok else 400,
     )
 

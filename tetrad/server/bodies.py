@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -63,11 +63,15 @@ def _request_error(errors: Sequence[ErrorDetails]) -> RequestError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.")
-    where = _field(first["loc"])
-    # A field that takes several types fails once for each of them: say all that would work.
-    reasons = [_reason(error) for error in errors if _field(error["loc"]) == where]
+    # A field that takes several types fails once for each of them: report the attempt that came
+    # furthest, and all that would work there.
+    field = _parts(first["loc"])
+    attempts = [_parts(error["loc"]) for error in errors]
+    where = max((p for p in attempts if p[: len(field)] == field), key=_progress)
+    reasons = [_reason(e) for e, parts in zip(errors, attempts, strict=True) if parts == where]
     reason = " or ".join(dict.fromkeys(reasons))
-    return RequestError(f"{where or 'The body'}: {reason}.", param=where or None)
+    name = _name(where)
+    return RequestError(f"{name or 'The body'}: {reason}.", param=name or None)
 
 
 def _reason(error: ErrorDetails) -> str:
@@ -75,16 +79,21 @@ def _reason(error: ErrorDetails) -> str:
     return message[:1].lower() + message[1:]
 
 
-_BRANCH = re.compile(r"[\w-]*[\[(].*|str|int|float|bool|list|dict")
+_BRANCH = re.compile(r"[\w-]*[\[(].*|str|int|float|bool|list|dict|[A-Z]\w*")
 """How pydantic names the branches of a union within a location, e.g. list[int]."""
 
 
-def _field(location: Sequence[Any]) -> str:
-    """messages[0].content, from ("messages", 0, "content", "str")."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif not _BRANCH.fullmatch(part):
-            path += f".{part}" if path else part
-    return path
+def _parts(location: Sequence[int | str]) -> tuple[int | str, ...]:
+    """A location without the names of union branches."""
+    return tuple(p for p in location if isinstance(p, int) or not _BRANCH.fullmatch(p))
+
+
+def _progress(parts: Sequence[int | str]) -> list[int]:
+    """Orders locations by how far reading came: deeper, or later in a list."""
+    return [part if isinstance(part, int) else 0 for part in parts]
+
+
+def _name(parts: Sequence[int | str]) -> str:
+    """messages[0].content, from ("messages", 0, "content")."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return text.removeprefix(".")

@@ -47,10 +47,11 @@ def make_choices(
     With a seed, the choices of one prompt get the seeds after it, so that they differ. `session`
     makes the reader of one choice from its `min_new_tokens`. Raises RequestError for too many.
     """
-    if len(prompts) * num_each > MAX_CHOICES:
+    num_choices = len(prompts) * num_each
+    if num_choices > MAX_CHOICES:
         raise RequestError(
-            f"{len(prompts)} prompts with {num_each} choices each are {len(prompts) * num_each} "
-            f"answers; one request may ask for {MAX_CHOICES}."
+            f"{len(prompts)} prompts with {num_each} choices each are {num_choices} answers; one "
+            f"request may ask for {MAX_CHOICES}."
         )
     choices: list[Choice] = []
     for ids, params in prompts:
@@ -58,8 +59,8 @@ def make_choices(
             own = params
             if params.seed is not None:
                 own = replace(params, seed=(params.seed + number) % NUM_SEEDS)
-            request = Request(f"{answer_id}-{len(choices)}", tuple(ids), own)
-            choices.append(Choice(request, session(own.min_new_tokens)))
+            rid = f"{answer_id}-{len(choices)}" if num_choices > 1 else answer_id
+            choices.append(Choice(Request(rid, tuple(ids), own), session(own.min_new_tokens)))
     return choices
 
 
@@ -68,8 +69,7 @@ def room_for_answer(service: Service, num_prompt: int, default: int | None = Non
 
     At least 1: a prompt that leaves no room is the engine's to refuse, with both lengths.
     """
-    info = service.engine.info
-    room: int = min(info["context_length"], info["max_total_tokens"]) - num_prompt
+    room: int = service.engine.info["context_length"] - num_prompt
     return max(1, room if default is None else min(default, room))
 
 

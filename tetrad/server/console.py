@@ -8,8 +8,6 @@ import tetrad
 from tetrad.core.messages import EngineProgress
 from tetrad.server.service import Service
 
-GIB = 2**30
-
 
 class Console:
     """Lines on a stream; on a terminal, progress rewrites its line."""
@@ -55,7 +53,36 @@ class Console:
 
 
 def _facts(info: dict[str, Any]) -> list[str]:
-    return [
-        f"  limits   {info['context_length']} tokens a request, {info['max_total_tokens']} in the "
-        f"cache, {info['max_running_requests']} requests at once"
+    device, memory = info["device"], info["memory"]
+    stored = ", ".join(
+        f"{_size(held['memory_bytes'])} {name}" for name, held in info["weights"].items()
+    )
+    lines = [
+        f"  device   {device['name']} ({device['kind']}, {_size(device['memory_bytes'])}), "
+        f"{info['dtype']}",
+        f"  weights  {_size(memory['weight_bytes'])}: {stored}",
+        f"  cache    {info['cache_sentence']}",
+        f"  limits   {info['context_length']} tokens a request, "
+        f"{info['max_running_requests']} requests at once",
     ]
+    return lines + _kernels(info["backends"])
+
+
+def _kernels(backends: list[dict[str, Any]]) -> list[str]:
+    """Ops by backend, then every refusal."""
+    ops: dict[str, list[str]] = {}
+    for choice in backends:
+        ops.setdefault(choice["backend"], []).append(choice["op"])
+    lines = [f"  kernels  {backend}: {', '.join(names)}" for backend, names in ops.items()]
+    return lines + [
+        f"           {choice['op']} is not on {backend}: {reason}"
+        for choice in backends
+        for backend, reason in choice["refusals"].items()
+    ]
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes / 1e3:.3g} kB"

@@ -17,8 +17,17 @@ class EnginePort(Protocol):
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the engine resolved and chose; at least `context_length`, `max_total_tokens` and
-        `max_running_requests`."""
+        """What the engine resolved and chose, for /server_info. Read here:
+
+        context_length        longest prompt and answer together, in tokens
+        max_total_tokens      tokens the cache holds
+        max_running_requests  sequences in one step
+        memory                weight_bytes, cache_bytes, free_bytes
+        weights               stored format → memory_bytes
+        device, dtype         what it runs on
+        cache_sentence        the cache's size and what limits it
+        backends              op, backend, reason, refusals of each op
+        """
 
     @property
     def stats(self) -> EngineStats:

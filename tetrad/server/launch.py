@@ -126,14 +126,14 @@ class Launch:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        http = _HttpServer(self._service, self._listener)
+        http = HttpServer(self._service, self._listener)
         try:
             await self._serve(start_engine, http)
         finally:
             await http.end()
         return 0
 
-    async def _serve(self, start_engine: StartEngine, http: _HttpServer) -> None:
+    async def _serve(self, start_engine: StartEngine, http: HttpServer) -> None:
         starting = asyncio.ensure_future(start_engine(self._config, self._progress))
         await self._until_told_to_end(starting, http.ended)
         if not starting.done():
@@ -164,7 +164,7 @@ class Launch:
         finally:
             told.cancel()
 
-    async def _watch(self, engine: EnginePort, http: _HttpServer) -> None:
+    async def _watch(self, engine: EnginePort, http: HttpServer) -> None:
         """Until a signal. Raises EngineDiedError when the engine dies or sticks."""
         while not (self._told_to_end.is_set() or http.ended.done()):
             _check_alive(engine, self._config.step_timeout)
@@ -210,7 +210,7 @@ def _check_alive(engine: EnginePort, step_timeout_s: float) -> None:
         )
 
 
-class _HttpServer:
+class HttpServer:
     """uvicorn on a bound socket, without its own handling of signals."""
 
     def __init__(self, service: Service, listener: socket.socket) -> None:

@@ -1,0 +1,229 @@
+"""Models, configuration, health, cache, metrics and the key."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import MakeService, until
+from tests.server.fake_engine import FakeEngine
+from tetrad.core.config import ServeConfig
+from tetrad.data import embedded_model
+from tetrad.server.app import ROUTES, build_app
+from tetrad.server.model import ServedModel
+from tetrad.server.service import Service
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "3"}]}
+
+
+def connect(service: Service) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://tetrad")
+
+
+async def test_models(client: httpx.AsyncClient):
+    listed = (await client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("abacus", "model", 256)
+    assert (await client.get("/v1/models/abacus")).json() == card
+    assert (await client.get("/v1/models/other")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+async def test_model_info_names_a_folder_with_a_tokenizer(client: httpx.AsyncClient, path: str):
+    info = (await client.get(path)).json()
+    assert info["tokenizer_path"] == info["model_path"] == str(embedded_model())
+    assert info["reasoning_parser"] == "glm45"
+    assert info["tool_call_parser"] == "glm47"
+    assert info["architectures"] == ["GlmMoeDsaForCausalLM"]
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_server_info_is_flat_complete_and_keeps_the_key(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.setattr(sys, "argv", ["tetrad", "serve", "--api-key", "s3cret", "--api-key=s3cret"])
+    service = make_service(api_key="s3cret", chunked_prefill_size=77)
+    async with connect(service) as client:
+        response = await client.get(path, headers={"Authorization": "Bearer s3cret"})
+    assert "s3cret" not in response.text
+    info = response.json()
+    assert set(ServeConfig.model_fields) - {"api_key"} <= set(info)
+    assert info["chunked_prefill_size"] == 77
+    assert info["launch_command"] == "tetrad serve --api-key ... --api-key=..."
+    assert info["scheduler_info"] == {
+        "status": "ready",
+        "max_total_num_tokens": 4096,
+        "max_req_input_len": 255,
+    }
+    (state,) = info["internal_states"]
+    assert state["effective_max_running_requests_per_dp"] == 4
+    assert state["avg_spec_accept_length"] == 1.0
+    assert info["engine"]["max_running_requests"] == 4
+
+
+async def test_health_is_judged_by_the_heartbeat_and_asks_nothing(
+    client: httpx.AsyncClient, engine: FakeEngine, service: Service
+):
+    engine.gate.clear()
+    task = asyncio.create_task(client.post(CHAT, json=BODY))
+    await until(lambda: bool(engine.live))
+    assert (await client.get("/health")).status_code == 200
+    engine.last_beat_age_s = 30.0
+    response = await client.get("/health")
+    assert response.status_code == 503
+    assert "silent for 30 s" in response.text
+    engine.last_beat_age_s, engine.step_age_s = 0.0, 1000.0
+    assert "step has been running" in (await client.get("/health")).text
+    engine.step_age_s = 0.0
+    service.phase = "draining"
+    assert (await client.get("/health")).status_code == 503
+    engine.gate.set()
+    await task
+
+
+async def test_while_loading_everything_but_health_says_what_is_going_on(model: ServedModel):
+    service = Service(ServeConfig(), model)
+    service.detail = "loading weights 40%"
+    async with connect(service) as client:
+        for path in ("/v1/models", "/server_info", "/health_generate"):
+            response = await client.get(path)
+            assert response.status_code == 503
+            assert "loading weights 40%" in response.text
+        response = await client.post(CHAT, json=BODY)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "5"
+        assert "starting: loading" in (await client.get("/health")).text
+        assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_health_generate_runs_one_token(client: httpx.AsyncClient, engine: FakeEngine):
+    assert (await client.get("/health_generate")).status_code == 200
+    (probe,) = engine.seen
+    assert probe.prompt_ids == (0,)
+    assert probe.sampling.max_new_tokens == 1
+    assert probe.rid.startswith("HEALTH_CHECK")
+    engine.kill("gone")
+    assert (await client.get("/health_generate")).status_code == 503
+
+
+async def test_flush_cache(client: httpx.AsyncClient, engine: FakeEngine):
+    for method in ("GET", "POST"):
+        response = await client.request(method, "/flush_cache")
+        assert response.status_code == 200
+        assert response.text.startswith("Cache flushed.\n")
+    engine.flush_reply = (False, "2 requests are running.")
+    response = await client.post("/flush_cache")
+    assert response.status_code == 400
+    assert "2 requests are running." in response.text
+    waiting = asyncio.create_task(client.post("/flush_cache?timeout=60"))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    engine.flush_reply = (True, "")
+    assert (await waiting).status_code == 200
+    for timeout in ("x", "-1", "nan", "1e9"):
+        assert (await client.post(f"/flush_cache?timeout={timeout}")).status_code == 400
+
+
+async def test_the_key_is_needed_everywhere_but_for_health(make_service: MakeService):
+    async with connect(make_service(api_key="s3cret é")) as client:
+        for route in ROUTES:
+            path = route.path.replace("{name:path}", "x")
+            response = await client.request(route.methods[0], path)
+            assert response.status_code == (200 if path == "/health" else 401), path
+        assert (await client.get("/nowhere")).status_code == 401
+        for wrong in ("Bearer s3cret", "s3cret é", "Bearer s3cret éé", ""):
+            headers = [(b"Authorization", wrong.encode())]
+            assert (await client.get("/v1/models", headers=headers)).status_code == 401
+        headers = [(b"Authorization", "Bearer s3cret é".encode())]
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def samples(client: httpx.AsyncClient) -> dict[str, float]:
+    text = (await client.get("/metrics")).text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+async def test_metrics_count_outcomes_and_read_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    engine.stats = dataclasses.replace(
+        engine.stats, used_pages=16, generated_tokens_total=42, running_requests=2
+    )
+    await client.post(CHAT, json=BODY)
+    await client.post(CHAT, json={})
+    await client.post(CHAT, json=BODY | {"max_tokens": 9999})
+    engine.kill("gone")
+    await client.post(CHAT, json=BODY)
+    found = await samples(client)
+    count = {
+        outcome: found.get(f"tetrad_requests_total{{outcome={outcome},route={CHAT}}}")
+        for outcome in ("success", "refused", "failed")
+    }
+    assert count == {"success": 1, "refused": 2, "failed": 1}
+    assert found["tetrad_generated_tokens_total"] == 42
+    assert found["tetrad_running_requests"] == 2
+    assert found["tetrad_cache_usage_ratio"] == 0.25
+    assert found["tetrad_open_requests"] == 0
+    assert found["tetrad_unanswered_requests"] == 0
+    for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
+        assert found[f"tetrad_{name}_seconds_count"] == 1
+
+
+async def test_metric_labels_never_hold_what_clients_wrote(client: httpx.AsyncClient):
+    await client.get("/v1/models/never-seen")
+    text = (await client.get("/metrics")).text
+    assert "never-seen" not in text
+    assert 'route="/v1/models/{name:path}"' in text
+
+
+async def test_the_queue_has_a_limit(make_service: MakeService, engine: FakeEngine):
+    engine.info["max_running_requests"] = 2
+    engine.gate.clear()
+    service = make_service(max_queued_requests=1)
+    async with connect(service) as client:
+        tasks = [asyncio.create_task(client.post(CHAT, json=BODY)) for _ in range(3)]
+        await until(lambda: service.open_requests == 3)
+        response = await client.post(CHAT, json=BODY | {"stream": True})
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert "1 requests wait already" in response.json()["error"]["message"]
+        engine.gate.set()
+        assert {(await task).status_code for task in tasks} == {200}
+        assert (service.open_requests, service.unanswered_requests) == (0, 0)
+        assert (await client.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_a_full_cache_counts_as_a_queue_although_slots_are_free(
+    make_service: MakeService, engine: FakeEngine
+):
+    engine.gate.clear()
+    service = make_service(max_queued_requests=1)
+    async with connect(service) as client:
+        task = asyncio.create_task(client.post(CHAT, json=BODY))
+        await until(lambda: service.open_requests == 1)
+        engine.stats = dataclasses.replace(engine.stats, waiting_requests=1)
+        assert (await client.post(CHAT, json=BODY)).status_code == 503
+        engine.gate.set()
+        await task
+
+
+async def test_the_openapi_document_describes_the_bodies(client: httpx.AsyncClient):
+    document: dict[str, Any] = (await client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    references = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
+    assert {"ChatBody", "CompletionBody", "GenerateBody"} <= references <= set(schemas)

@@ -1,0 +1,242 @@
+"""Whatever a client sends: a 4xx with a sentence in OpenAI's shape, before any stream starts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server.fake_engine import FakeEngine
+from tetrad.server import bodies
+from tetrad.server.bodies import MAX_BODY_BYTES
+from tetrad.server.protocol import ChatBody
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+USER = [{"role": "user", "content": "3"}]
+
+
+def sentence(response: httpx.Response, status: int = 400) -> str:
+    """Check the error's shape; return its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": None}, "messages", "valid array"),
+        ({"messages": "hi"}, "messages", "valid array"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'system'"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "role user needs content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "valid string or"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+            'type "image_url" cannot be read',
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function",
+            "the text of a JSON object",
+        ),
+        ({"temperature": "0.5"}, "temperature", "valid number"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_k": 2.5}, "top_k", "valid integer"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": True}, "max_tokens", "valid integer"),
+        ({"max_tokens": 2**70}, "max_tokens", "less than or equal"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "min_tokens is 9"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+        ({"stop": ""}, "stop", "1 to 512 characters"),
+        ({"stop": ["x"] * 33}, "stop", "at most 32 stop strings"),
+        ({"stop": 5}, "stop", "valid string or"),
+        ({"seed": 2**64}, "seed", "less than or equal"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "match pattern"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias", "token id 5000"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids", "token id 5000"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"tool_choice": "required"}, "tool_choice", '"none" or "auto"'),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", '"none" or "auto"'),
+        ({"tools": [{"type": "web"}]}, "tools[0].type", "'function'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "match pattern",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format", '"text" is'),
+        ({"regex": "a+"}, "regex", "not supported yet"),
+        ({"functions": []}, "functions", "replaced by tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "set by the server"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+    ],
+)
+async def test_chat_fields(
+    client: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], param: str, message: str
+):
+    for stream in ({}, {"stream": True}):
+        response = await client.post(CHAT, json={"messages": USER, **stream, **fields})
+        assert message in sentence(response)
+        assert response.json()["error"]["param"] == param
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "prompt: field required"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ""}, "The prompt is empty"),
+        ({"prompt": [5000]}, "token id 5000"),
+        ({"prompt": [-1]}, "greater than or equal to 0"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["3"] * 20, "n": 100}, "2000 answers"),
+        ({"prompt": "3", "echo": True}, "echo: is not supported"),
+        ({"prompt": "3", "suffix": "x"}, "suffix: is not supported"),
+        ({"prompt": "3", "best_of": 2}, "best_of: must equal n"),
+    ],
+)
+async def test_completion_fields(client: httpx.AsyncClient, fields: dict[str, Any], message: str):
+    assert message in sentence(await client.post(COMPLETIONS, json=fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "either text or input_ids"),
+        ({"text": "3", "input_ids": [3]}, "either text or input_ids"),
+        ({"text": ["3"], "sampling_params": [{}, {}]}, "2 sampling_params for 1 prompts"),
+        ({"text": ["3", "5"], "rid": "a"}, "name each of the 2 prompts"),
+        (
+            {"text": "3", "sampling_params": {"max_new_tokens": -1}},
+            "sampling_params.max_new_tokens",
+        ),
+        ({"text": "3", "sampling_params": {"json_schema": "{}"}}, "not supported yet"),
+        ({"text": "3", "logprob_start_len": 0}, "log-probabilities of the prompt"),
+    ],
+)
+async def test_native_fields(client: httpx.AsyncClient, fields: dict[str, Any], message: str):
+    assert message in sentence(await client.post(GENERATE, json=fields))
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, GENERATE])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\xff"}], "prompt": "\xff", "text": "\xff"}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}], "prompt": "\\ud800"}',
+        b'{"temperature": NaN, "sampling_params": {"temperature": NaN}}',
+        b'{"temperature": 1e999, "sampling_params": {"temperature": 1e999}}',
+        b'{"n": ' + b"9" * 6000 + b"}",
+        b'{"tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"text": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+    ],
+)
+async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, route: str, raw: bytes):
+    sentence(await client.post(route, content=raw))
+
+
+async def test_too_long_a_prompt_says_both_lengths(client: httpx.AsyncClient, engine: FakeEngine):
+    for fields in ({}, {"stream": True}, {"max_tokens": 1}):
+        response = await client.post(COMPLETIONS, json={"prompt": "3" * 300, **fields})
+        message = sentence(response)
+        assert "300 tokens" in message
+        assert "256" in message
+    response = await client.post(COMPLETIONS, json={"prompt": "3" * 250, "max_tokens": 7})
+    assert "max_tokens can be at most 6" in sentence(response)
+    assert engine.live == {}
+
+
+async def test_one_bad_prompt_of_several_ends_the_others(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    engine.step_s = 0.01
+    response = await client.post(COMPLETIONS, json={"prompt": ["3", "3" * 300]})
+    assert "300 tokens" in sentence(response)
+    assert engine.live == {}
+
+
+async def test_a_body_that_is_too_large(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
+    assert "larger than" in sentence(await client.post(CHAT, content=b" " * 1001), 413)
+
+    async def unannounced():
+        for _ in range(3):
+            yield b" " * 500
+
+    assert "larger than" in sentence(await client.post(CHAT, content=unannounced()), 413)
+    assert MAX_BODY_BYTES >= 2**20
+
+
+async def test_other_models_paths_and_methods(client: httpx.AsyncClient):
+    response = await client.post(CHAT, json={"model": "abacas", "messages": USER})
+    assert "'abacus' is." in sentence(response, 404)
+    assert response.json()["error"]["param"] == "model"
+    assert "/v1/chat/completions" in sentence(await client.get("/v1/chat/completion"), 404)
+    response = await client.get(CHAT)
+    assert "GET is not possible" in sentence(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+async def test_what_client_libraries_add_is_ignored(client: httpx.AsyncClient):
+    extras = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "lora_path": None,
+        "whatever": [1, {"x": None}],
+        "model": "default",
+        "stop": None,
+        "tools": None,
+        "logit_bias": None,
+    }
+    response = await client.post(CHAT, json={"messages": USER, **extras})
+    assert response.status_code == 200, response.text
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+FIELDS = sorted(ChatBody.model_fields)
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4))
+async def test_any_json_in_any_field_is_never_a_500(
+    client: httpx.AsyncClient, fields: dict[str, Any]
+):
+    raw = json.dumps({"messages": USER} | fields).encode()
+    response = await client.post(CHAT, content=raw)
+    assert response.status_code in (200, 400, 404), response.text

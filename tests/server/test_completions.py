@@ -1,0 +1,93 @@
+"""/v1/completions in process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_engine import FakeEngine, saying
+from tests.server.sse import events
+from tetrad.server.text import Tokenizer
+
+ROUTE = "/v1/completions"
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+async def post(client: httpx.AsyncClient, **fields: Any) -> Any:
+    response = await client.post(ROUTE, json={"model": "abacus", **fields})
+    assert response.status_code == 200, response.text
+    return events(response.text) if fields.get("stream") else response.json()
+
+
+async def test_every_form_of_prompt(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    one, two = encode(tokenizer, "3+5"), encode(tokenizer, "8-2 é")
+    for prompt, texts in (
+        ("3+5", ["3+5"]),
+        (["3+5", "8-2 é"], ["3+5", "8-2 é"]),
+        (one, ["3+5"]),
+        ([one, two], ["3+5", "8-2 é"]),
+    ):
+        answer = await post(client, prompt=prompt, max_tokens=50)
+        assert answer["object"] == "text_completion"
+        assert [choice["text"] for choice in answer["choices"]] == texts
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+
+
+async def test_choices_of_several_prompts_are_in_order_and_counted_once(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    answer = await post(client, prompt=["3", "55"], n=2, max_tokens=50)
+    assert [choice["text"] for choice in answer["choices"]] == ["3", "3", "55", "55"]
+    num_prompt = sum(len(encode(tokenizer, text)) for text in ("3", "55"))
+    assert answer["usage"]["prompt_tokens"] == num_prompt
+    assert answer["usage"]["completion_tokens"] == 2 * num_prompt + 4
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+async def test_a_stream_joins_to_the_whole(client: httpx.AsyncClient, logprobs: int | None):
+    fields = {"prompt": "tëxt 33", "max_tokens": 50, "logprobs": logprobs}
+    whole = await post(client, **fields)
+    *chunks, last = await post(
+        client, **fields, stream=True, stream_options={"include_usage": True}
+    )
+    assert last["usage"] == whole["usage"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"] == "tëxt 33"
+    assert choices[-1]["finish_reason"] == "stop"
+    if logprobs is None:
+        assert whole["choices"][0]["logprobs"] is None
+        return
+    for key, value in whole["choices"][0]["logprobs"].items():
+        assert [item for c in choices for item in c["logprobs"][key]] == value
+    assert whole["choices"][0]["logprobs"]["text_offset"][:3] == [0, 1, 1]
+    tops = whole["choices"][0]["logprobs"]["top_logprobs"]
+    assert all(len(top) == logprobs for top in tops)
+
+
+async def test_sixteen_tokens_unless_asked_otherwise(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    engine.script = saying(encode(tokenizer, "3" * 40))
+    answer = await post(client, prompt="3")
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+    engine.info["context_length"] = 9
+    assert (await post(client, prompt="3" * 4))["usage"]["completion_tokens"] == 5
+
+
+async def test_special_tokens_are_hidden_unless_wanted(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    engine.script = saying(encode(tokenizer, "a<|user|>b<think>"))
+    hidden = await post(client, prompt="3")
+    assert hidden["choices"][0]["text"] == "ab<think>"
+    shown = await post(client, prompt="3", skip_special_tokens=False)
+    assert shown["choices"][0]["text"] == "a<|user|>b<think>"

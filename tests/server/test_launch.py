@@ -1,0 +1,203 @@
+"""The server as a process: ports, signals, deaths, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.house.source import ROOT
+
+ENDLESS = {"text": "3", "stream": True, "sampling_params": {"max_new_tokens": 100_000}}
+
+
+class Server:
+    """A running process and what it has said on stderr."""
+
+    def __init__(self, behaviour: str, **fields: Any) -> None:
+        config = json.dumps({"port": 0, **fields})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.serve_fake", config, behaviour],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said = ""
+        self._spoke = threading.Condition()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._spoke:
+                self.said += line
+                self._spoke.notify_all()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until stderr matches."""
+        with self._spoke:
+            found = self._spoke.wait_for(lambda: re.search(pattern, self.said), timeout=60)
+        assert found, self.said
+        return found
+
+    def url(self) -> str:
+        return self.wait_for(r" at (http://\S+)")[1]
+
+    def end(self) -> int:
+        """Wait for its exit and all it says; returns the exit code."""
+        code = self.process.wait(timeout=60)
+        self._listener.join()
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.end()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def serving(behaviour: str, **fields: Any) -> Iterator[Server]:
+    server = Server(behaviour, **fields)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def test_it_says_what_it_serves_and_ends_when_told():
+    with serving("normal", served_model_name="abacus") as server:
+        url = server.url()
+        assert re.match(r"http://127\.0\.0\.1:\d+$", url)
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "abacus"
+        assert httpx.get(f"{url}/health").status_code == 200
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 0
+        assert "  Loading weights\n" in server.said
+        server.wait_for(r"device   abacus \(cpu, 8 GB\), float32")
+        server.wait_for(r"weights  2\.5 MB: 1\.5 kB nvfp4, 2\.5 MB bf16")
+        server.wait_for(r"cache    4096 tokens")
+        server.wait_for(r"limits   256 tokens a request, 4 requests at once")
+        server.wait_for(r"kernels  torch: rope, mla\n +mla is not on beads: no wire\.")
+        assert "Traceback" not in server.said
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serving("normal", port=port) as server:
+            assert server.end() == 2
+            server.wait_for("--port 0 for a free one")
+            (line,) = server.said.splitlines()
+            assert line.startswith(f"Error: Port {port} on 127.0.0.1 cannot be had")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp": 2}, "--tp 2 is not supported"),
+        ({"model": "/nowhere"}, "/nowhere is not a folder"),
+        ({"host": "no.such.host.invalid"}, "--host no.such.host.invalid cannot be used"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(fields: dict[str, Any], message: str):
+    with serving("normal", **fields) as server:
+        assert server.end() == 2
+        server.wait_for(re.escape(message))
+        assert len(server.said.splitlines()) == 1
+
+
+def test_an_engine_that_refuses_the_model_ends_the_server_with_its_sentence():
+    with serving("refuses") as server:
+        assert server.end() == 2
+        server.wait_for(r"Error: model\.norm\.weight is missing\.")
+        assert "Traceback" not in server.said
+
+
+def test_a_signal_while_loading_ends_it():
+    with serving("slow to load") as server:
+        server.wait_for("Loading weights")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+
+
+def test_an_open_address_without_a_key_is_warned_about():
+    with serving("normal", host="0.0.0.0") as server:
+        server.wait_for(r"Warning: --host 0\.0\.0\.0 without --api-key")
+        assert server.url().startswith("http://127.0.0.1:")
+
+
+def lines_of(response: httpx.Response) -> list[str]:
+    return [line for line in response.iter_lines() if line]
+
+
+def test_it_drains_then_ends():
+    with serving("normal") as server:
+        body = {"text": "3" * 100, "stream": True}
+        with httpx.stream("POST", f"{server.url()}/generate", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("Ending: 1 open requests have 30 s")
+            refused = httpx.post(f"{server.url()}/generate", json=body)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "30"
+            assert httpx.get(f"{server.url()}/health").status_code == 503
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.end() == 0
+
+
+def test_what_does_not_finish_in_time_is_told():
+    with (
+        serving("endless", drain_timeout=0.2) as server,
+        httpx.stream("POST", f"{server.url()}/generate", json=ENDLESS) as response,
+    ):
+        server.process.send_signal(signal.SIGTERM)
+        last = lines_of(response)[-1]
+        assert "shut down before this request was finished" in last
+        assert server.end() == 0
+
+
+def test_a_second_signal_ends_at_once():
+    with (
+        serving("endless") as server,
+        httpx.stream("POST", f"{server.url()}/generate", json=ENDLESS),
+    ):
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("a second signal ends at once")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("dies", r"The engine ran out of luck\."),
+        ("sticks", r"The engine is stuck: its step has been running for 2 s"),
+    ],
+)
+def test_an_engine_that_dies_or_sticks_ends_everything_with_the_reason(
+    behaviour: str, message: str
+):
+    fields = {"step_timeout": 1.0} if behaviour == "sticks" else {}
+    with serving(behaviour, **fields) as server:
+        try:
+            with httpx.stream("POST", f"{server.url()}/generate", json=ENDLESS) as response:
+                assert re.search(message, lines_of(response)[-1])
+        except httpx.HTTPError:
+            # A stuck engine may have ended the server before this request came.
+            assert behaviour == "sticks"
+        assert server.end() == 5
+        server.wait_for(f"Error: {message}")
+        assert "Traceback" not in server.said

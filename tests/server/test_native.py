@@ -1,0 +1,100 @@
+"""SGLang's /generate in process: the shapes its benchmark reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from tests.server.fake_engine import EOS, FakeEngine, saying
+from tests.server.sse import events
+from tetrad.server.text import Tokenizer
+
+
+async def post(client: httpx.AsyncClient, **fields: Any) -> Any:
+    response = await client.post("/generate", json=fields)
+    assert response.status_code == 200, response.text
+    return events(response.text) if fields.get("stream") else response.json()
+
+
+async def test_the_request_of_sglangs_benchmark(client: httpx.AsyncClient, engine: FakeEngine):
+    engine.script = saying([18, 10])
+    chunks = await post(
+        client,
+        text="3+5",
+        sampling_params={"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True},
+        stream=True,
+        lora_path=None,
+        return_logprob=False,
+        return_routed_experts=False,
+        logprob_start_len=-1,
+    )
+    assert [chunk["text"] for chunk in chunks] == ["3", "3+", "3+3", "3+3+", "3+3+3"]
+    assert [len(chunk["output_ids"]) for chunk in chunks] == [1, 2, 3, 4, 5]
+    assert [chunk["meta_info"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5]
+    first, last = chunks[0]["meta_info"], chunks[-1]["meta_info"]
+    assert first["finish_reason"] is None
+    assert "e2e_latency" not in first
+    assert last.pop("e2e_latency") >= 0
+    assert last == {
+        "id": engine.seen[0].rid,
+        "finish_reason": {"type": "length", "length": 5},
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "cached_tokens": 3,
+        "reasoning_tokens": 0,
+        "num_retractions": 0,
+        "weight_version": "default",
+    }
+    assert "index" not in chunks[0]
+
+
+async def test_whole_answers_and_batches(client: httpx.AsyncClient, tokenizer: Tokenizer):
+    ids = tokenizer.encode("3+5", add_special_tokens=False)
+    one = await post(client, input_ids=ids)
+    assert one["text"] == "3+5"
+    assert one["output_ids"] == ids
+    assert one["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert one["meta_info"]["completion_tokens"] == 4
+    many = await post(client, input_ids=[ids, ids[:1]])
+    assert [item["text"] for item in many] == ["3+5", "3"]
+    assert [item["text"] for item in await post(client, text=["3", "5"])] == ["3", "5"]
+    assert [item["text"] for item in await post(client, text=["3"])] == ["3"]
+    both = await post(client, text="3", sampling_params={"n": 2})
+    assert [item["text"] for item in both] == ["3", "3"]
+
+
+async def test_a_batch_may_have_its_own_sampling_and_names(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    samplings = [{"max_new_tokens": 1, "sampling_seed": 4}, {"min_new_tokens": 1, "stop": "5"}]
+    many = await post(client, text=["33", "3533"], sampling_params=samplings, rid=["a", "b"])
+    assert [item["text"] for item in many] == ["3", "3"]
+    assert many[1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": "5"}
+    assert [item["meta_info"]["id"] for item in many] == ["a", "b"]
+    by_name = {request.rid: request.sampling for request in engine.seen}
+    assert (by_name["a"].max_new_tokens, by_name["a"].seed) == (1, 4)
+    assert by_name["b"].max_new_tokens == 128
+
+
+async def test_a_streamed_batch_says_which_is_which(client: httpx.AsyncClient):
+    final = {}
+    for chunk in await post(client, text=["33", "5"], stream=True):
+        final[chunk["index"]] = chunk["text"]
+    assert final == {0: "33", 1: "5"}
+
+
+async def test_logprobs(client: httpx.AsyncClient):
+    answer = await post(client, text="35", return_logprob=True, top_logprobs_num=2)
+    meta = answer["meta_info"]
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert meta["output_top_logprobs"][0] == [[-0.5, 0, None], [-1.5, 1, None]]
+
+
+async def test_steps_whose_text_waits_still_count(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    engine.script = saying(tokenizer.encode("é", add_special_tokens=False))
+    chunks = await post(client, text="3", stream=True)
+    assert [chunk["text"] for chunk in chunks] == ["", "é", "é"]
+    assert [chunk["meta_info"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]

@@ -1,0 +1,155 @@
+"""Over a real socket: clients that leave, engines that die, and nothing that stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import until
+from tests.server.fake_engine import FakeEngine, Step, saying
+from tetrad.core.request import Finish, Request
+from tetrad.server.service import Service
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "3"}], "max_tokens": 100}
+
+
+async def first_line(response: httpx.Response) -> str:
+    async for line in response.aiter_lines():
+        return line
+    raise AssertionError("the stream ended without a line")
+
+
+async def test_leaving_a_stream_aborts_its_requests(
+    address: str, engine: FakeEngine, service: Service
+):
+    engine.script, engine.step_s = saying([18]), 0.01
+    async with (
+        httpx.AsyncClient(base_url=address) as client,
+        client.stream(
+            "POST", CHAT, json=BODY | {"stream": True, "n": 3, "ignore_eos": True}
+        ) as response,
+    ):
+        await first_line(response)
+        assert len(engine.live) == 3
+    await until(lambda: not engine.live)
+    assert len(engine.aborted) == 3
+    assert (service.open_requests, service.unanswered_requests) == (0, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_before_the_first_token_aborts_too(
+    address: str, engine: FakeEngine, service: Service, stream: bool
+):
+    engine.gate.clear()
+    async with httpx.AsyncClient(base_url=address) as client:
+        task = asyncio.create_task(client.post(CHAT, json=BODY | {"stream": stream}))
+        await until(lambda: bool(engine.live))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not engine.live)
+    assert len(engine.aborted) == 1
+    assert (service.open_requests, service.unanswered_requests) == (0, 0)
+    assert 'outcome="cancelled",route="/v1/chat/completions"} 1.0' in (
+        service.metrics.exposition().decode()
+    )
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions", "/generate"])
+async def test_an_engine_that_dies_mid_stream_is_an_error_event_without_done(
+    address: str, engine: FakeEngine, route: str
+):
+    engine.script, engine.step_s = saying([18]), 0.01
+    body = BODY | {"prompt": "3", "text": "3", "stream": True, "ignore_eos": True}
+    body["sampling_params"] = {"ignore_eos": True, "max_new_tokens": 200}
+    async with (
+        httpx.AsyncClient(base_url=address) as client,
+        client.stream("POST", route, json=body) as response,
+    ):
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        await anext(lines)
+        engine.kill("The engine ran out of luck.")
+        rest = [line async for line in lines if line]
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["message"] == "The engine ran out of luck."
+    assert error["type"] == "server_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_dies_before_the_first_token_is_a_503(
+    address: str, engine: FakeEngine, stream: bool
+):
+    engine.gate.clear()
+    async with httpx.AsyncClient(base_url=address) as client:
+        task = asyncio.create_task(client.post(CHAT, json=BODY | {"stream": stream}))
+        await until(lambda: bool(engine.live))
+        engine.kill("The engine ran out of luck.")
+        response = await task
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "The engine ran out of luck."
+
+
+async def test_logits_that_are_not_finite_fail_their_request_only(
+    address: str, engine: FakeEngine, service: Service
+):
+    bad = Step((), Finish("error", message="Logits were not finite at layer 3."))
+
+    def script(request: Request) -> list[Step]:
+        return [bad] if request.sampling.seed == 1 else [Step((18,)), bad]
+
+    engine.script = script
+    async with httpx.AsyncClient(base_url=address) as client:
+        response = await client.post(CHAT, json=BODY | {"seed": 1, "stream": True})
+        assert response.status_code == 500
+        assert "not finite at layer 3" in response.text
+        response = await client.post(CHAT, json=BODY | {"seed": 2, "stream": True})
+        assert response.status_code == 200
+        assert "not finite at layer 3" in response.text.split("\n\n")[-2]
+        engine.script = saying([18])
+        assert (await client.post(CHAT, json=BODY)).status_code == 200
+    assert 'outcome="failed",route="/v1/chat/completions"} 2.0' in (
+        service.metrics.exposition().decode()
+    )
+
+
+async def test_many_streams_of_which_a_third_leave(
+    address: str, engine: FakeEngine, service: Service
+):
+    engine.step_s = 0.002
+    limits = httpx.Limits(max_connections=None)
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        text = f"{number} " * 10
+        body = {"text": text, "stream": True, "sampling_params": {"max_new_tokens": 100}}
+        async with client.stream("POST", "/generate", json=body) as response:
+            last = ""
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    last = json.loads(line.removeprefix("data: "))["text"]
+                    if number % 3 == 0 and len(last) > 5:
+                        return
+        assert last == text
+
+    async with httpx.AsyncClient(base_url=address, limits=limits, timeout=60) as client:
+        await asyncio.gather(*(one(client, number) for number in range(60)))
+        await until(lambda: not engine.live)
+    assert len(engine.aborted) == 20
+    assert (service.open_requests, service.unanswered_requests) == (0, 0)
+
+
+async def test_a_half_sent_body_is_given_up_with_its_connection(address: str, engine: FakeEngine):
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+    async with httpx.AsyncClient(base_url=address) as client:
+        assert (await client.get("/health")).status_code == 200
+    assert engine.seen == []
+    del reader
