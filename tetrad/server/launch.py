@@ -219,6 +219,7 @@ class HttpServer:
             log_config=None,
             access_log=service.config.log_level == "debug",
             lifespan="off",
+            server_header=False,
             http="httptools",
             timeout_graceful_shutdown=LAST_BYTES_S,
         )
