@@ -67,7 +67,6 @@ def test_chat_backends_get_text(vocabulary: Vocabulary):
 
 
 def test_a_length_no_text_has_is_an_error(vocabulary: Vocabulary, monkeypatch):
-    monkeypatch.setattr(vocabulary, "draw_ids", lambda rng, num_tokens: [0])
     monkeypatch.setattr(vocabulary, "_encode", lambda text: [0, 0, 0, 0])
     with pytest.raises(ConfigError, match="No text of exactly 9 tokens"):
         vocabulary.draw_text(random.Random(1), 9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,26 @@ class Vocabulary:
         Decoding and encoding again rarely gives the same length, so the text is cut or grown until
         it does. Raises ConfigError when this tokenizer does not get there.
         """
-        ids = self.draw_ids(rng, num_tokens)
+        ids = rng.choices(self._text_ids, k=num_tokens)
         for _ in range(REPAIRS):
             text = self._tokenizer.decode(ids)
             ids = self._encode(text)
             if len(ids) == num_tokens:
                 return text
             missing = num_tokens - len(ids)
-            ids = ids + self.draw_ids(rng, missing) if missing > 0 else ids[:num_tokens]
+            ids = ids[:num_tokens] + rng.choices(self._text_ids, k=max(0, missing))
         raise ConfigError(
             f"No text of exactly {num_tokens} tokens was found with the tokenizer of "
             f"{self.folder}; --dataset-name random-ids has exact lengths by construction."
         )
+
+    @cached_property
+    def _text_ids(self) -> list[int]:
+        """Ordinary ids whose text encodes to themselves; the bytes of half a character do not."""
+        texts = self._tokenizer.decode_batch([[i] for i in self.ordinary_ids])
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        both = zip(self.ordinary_ids, encoded, strict=True)
+        return [i for i, encoding in both if encoding.ids == [i]]
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

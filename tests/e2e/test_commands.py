@@ -1,0 +1,87 @@
+"""`tetrad chat`, `tetrad bench serve` and `tetrad eval` against the real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.e2e.conftest import Served
+from tetrad.core.records import BenchRun
+
+
+def tetrad(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tetrad.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, **options)
+
+
+@pytest.mark.parametrize("backend", ["tetrad", "sglang-oai", "sglang-oai-chat"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_bench_serve_has_exact_lengths(backend: str, stream: bool, served: Served, tmp_path):
+    results = tmp_path / "results.jsonl"
+    flags = ["--num-prompts", "10", "--random-input", "70", "--random-output", "12"]
+    flags += ["--random-range-ratio", "0.5", "--output-file", str(results), "--output-details"]
+    flags += [] if stream else ["--disable-stream"]
+    done = tetrad("bench", "serve", "--base-url", served.url, "--backend", backend, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = BenchRun.model_validate(json.loads(results.read_text())["tetrad"])
+    assert (run.completed, run.failed, run.token_source) == (10, 0, "server")
+    assert run.output_tokens == round(run.workload.wanted_tokens.mean * 10)
+    sent = round(run.workload.prompt_tokens.mean * 10)
+    assert run.input_tokens >= sent if backend.endswith("-chat") else run.input_tokens == sent
+    assert run.server_info is not None
+    assert run.model == "abacus"
+    assert ("Mean TTFT (ms):" in done.stdout) == stream
+    assert f"Failed requests:{' ' * 25}0         " in done.stdout.splitlines()
+
+
+def test_bench_serve_at_a_rate_with_a_cap_and_an_empty_cache(served: Served):
+    flags = ["--num-prompts", "8", "--random-input", "40", "--random-output", "6"]
+    flags += ["--request-rate", "40", "--max-concurrency", "3", "--flush-cache", "--warmup", "2"]
+    done = tetrad("bench", "serve", "--base-url", served.url, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traffic request rate:                    40.0      " in done.stdout.splitlines()
+    assert "Max request concurrency:                 3         " in done.stdout.splitlines()
+    assert "prefix cache flushed" in done.stderr
+
+
+def test_too_long_requests_are_failures_with_the_servers_reason(served: Served):
+    flags = ["--num-prompts", "2", "--random-input", "5000", "--random-range-ratio", "1"]
+    done = tetrad("bench", "serve", "--base-url", served.url, *flags, "--warmup-requests", "0")
+    assert done.returncode == 6
+    assert "2 x http_status" in done.stdout
+    assert "HTTP 400" in done.stdout
+    assert "5000" in done.stdout
+
+
+def test_eval_runs_every_kind(served: Served):
+    flags = ["--num-problems", "1", "--max-tokens", "40", "--json"]
+    done = tetrad("eval", "--url", served.url, *flags)
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    assert run["failures"] == []
+    assert run["overall"]["total"] == len(run["kinds"]) == 18
+
+
+def test_chat_starts_what_it_needs_and_leaves_nothing_behind():
+    """No server at the usual place: a child is started, asked and ended."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    command = [sys.executable, "-m", "tetrad.cli.main", "chat", "What is 3+5?"]
+    with subprocess.Popen(
+        [*command, "--max-tokens", "40"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as chat:
+        family: set[int] = set()
+        while chat.poll() is None:
+            family |= {c.pid for c in psutil.Process().children(recursive=True)} - before
+            time.sleep(0.1)
+        _, err = chat.communicate()
+    assert chat.returncode == 0, err
+    assert "starting a server with the embedded model" in err or len(family) == 1
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in family if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"left behind: {alive}"
+        time.sleep(0.1)
