@@ -83,3 +83,28 @@ def as_fp8_block(module: str, weight: Tensor) -> dict[str, Tensor]:
     """FP8 in 128 x 128 blocks as DeepSeek and GLM release it."""
     quantized = fp8.quantize_block(weight)
     return {f"{module}.weight": quantized.data, f"{module}.weight_scale_inv": quantized.scale_inv}
+
+
+def as_fp8_row(module: str, weight: Tensor) -> dict[str, Tensor]:
+    """FP8 with a scale per row as compressed-tensors writes it."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    return {
+        f"{module}.weight": (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn),
+        f"{module}.weight_scale": scale.bfloat16(),
+    }
+
+
+def as_fp8_block_compressed(module: str, weight: Tensor) -> dict[str, Tensor]:
+    """FP8 in blocks under compressed-tensors' name of the scale."""
+    stored = as_fp8_block(module, weight)
+    return {
+        f"{module}.weight": stored[f"{module}.weight"],
+        f"{module}.weight_scale": stored[f"{module}.weight_scale_inv"],
+    }
+
+
+def as_fp8_block_modelopt(module: str, weight: Tensor) -> dict[str, Tensor]:
+    """FP8_PB_WO keeps a 1 between the axes of the scale."""
+    stored = as_fp8_block_compressed(module, weight)
+    scale = stored[f"{module}.weight_scale"]
+    return {**stored, f"{module}.weight_scale": scale[:, None, :, None]}

@@ -11,6 +11,9 @@ from torch import Tensor
 from tests.formats.folders import (
     as_compressed,
     as_fp8_block,
+    as_fp8_block_compressed,
+    as_fp8_block_modelopt,
+    as_fp8_row,
     as_fp8_tensor,
     as_modelopt,
     matrix,
@@ -30,29 +33,6 @@ def opened(tmp_path: Path, *shards: dict[str, Tensor], **config: object) -> Chec
 
 def relative_error(values: Tensor, exact: Tensor) -> float:
     return float((values - exact).norm() / exact.norm())
-
-
-def as_fp8_row(module: str, weight: Tensor) -> dict[str, Tensor]:
-    scale = weight.abs().amax(dim=1, keepdim=True) / 448
-    return {
-        f"{module}.weight": (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn),
-        f"{module}.weight_scale": scale.bfloat16(),
-    }
-
-
-def as_fp8_block_compressed(module: str, weight: Tensor) -> dict[str, Tensor]:
-    stored = as_fp8_block(module, weight)
-    return {
-        f"{module}.weight": stored[f"{module}.weight"],
-        f"{module}.weight_scale": stored[f"{module}.weight_scale_inv"],
-    }
-
-
-def as_fp8_block_modelopt(module: str, weight: Tensor) -> dict[str, Tensor]:
-    """FP8_PB_WO keeps a 1 between the axes of the scale."""
-    stored = as_fp8_block_compressed(module, weight)
-    scale = stored[f"{module}.weight_scale"]
-    return {**stored, f"{module}.weight_scale": scale[:, None, :, None]}
 
 
 FORMATS = [
