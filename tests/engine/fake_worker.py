@@ -27,7 +27,7 @@ RAISES, KILLED, STUCK, SPOILED = 31, 32, 33, 34
 class FakeEngineClient(EngineClient):
     """Starts this file instead of the real engine."""
 
-    worker_command = (sys.executable, "-m", "tests.engine.fake_worker")
+    worker_module = "tests.engine.fake_worker"
 
 
 class WilfulRunner(FakeRunner):

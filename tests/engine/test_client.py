@@ -241,6 +241,15 @@ async def test_the_real_engine_process(tmp_path: Path):
         await client.stop()
 
 
+async def test_a_stray_file_in_the_current_folder_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "zmq.py").write_text("raise RuntimeError('stray')")
+    monkeypatch.chdir(tmp_path)
+    client = await FakeEngineClient.start(ServeConfig())
+    await client.stop()
+
+
 async def test_the_real_engine_refuses_a_folder_that_is_no_model(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         await EngineClient.start(ServeConfig(model=tmp_path))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import zmq
@@ -50,7 +52,7 @@ Progress = Callable[[EngineProgress], None]
 class EngineClient:
     """One engine process. Make it with `start`; all methods belong to one event loop."""
 
-    worker_command: ClassVar[tuple[str, ...]] = (sys.executable, "-m", "tetrad.engine.worker")
+    worker_module: ClassVar[str] = "tetrad.engine.worker"
 
     def __init__(self, on_progress: Progress | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -156,8 +158,9 @@ class EngineClient:
         # The key would be readable in the process list, and the engine has no use for it.
         text = config.model_dump_json(exclude={"api_key"})
         self._process = await asyncio.create_subprocess_exec(
-            *self.worker_command,
+            *(sys.executable, "-P", "-m", self.worker_module),
             *("--config-json", text, "--socket", self._folder),
+            env=_environment(),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
@@ -251,6 +254,14 @@ class EngineClient:
         self._outgoing.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this very package to be found first. The current folder is not searched (-P): a
+    stray file there must not stand in for a module."""
+    root = str(Path(__file__).parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, inherited)))}
 
 
 def _error_of(words: EngineDied) -> TetradError:

@@ -36,6 +36,7 @@ def resolve_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def device_memory(device: torch.device, cgroup: Path = CGROUP) -> Memory:
     """A GPU's memory, or main memory as far as this process's control group allows."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left in torch's own pool is free, too
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return Memory(total_bytes, free_bytes)
     main = psutil.virtual_memory()
