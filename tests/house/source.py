@@ -40,9 +40,7 @@ def imports(path: Path) -> list[Import]:
     return list(_imports(ast.parse(path.read_text()), path, in_function=False, types_only=False))
 
 
-def _imports(
-    node: ast.AST, path: Path, *, in_function: bool, types_only: bool
-) -> Iterator[Import]:
+def _imports(node: ast.AST, path: Path, *, in_function: bool, types_only: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
@@ -65,6 +63,19 @@ def _imports(
 def _is_module(dotted: str) -> bool:
     target = ROOT.joinpath(*dotted.split("."))
     return target.with_suffix(".py").is_file() or (target / "__init__.py").is_file()
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a file that hold code: no blank lines, comments or docstrings."""
+    source = path.read_text()
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sum(
+        bool(text := line.strip()) and not text.startswith("#") and number not in prose
+        for number, line in enumerate(source.splitlines(), start=1)
+    )
 
 
 @dataclass(frozen=True)

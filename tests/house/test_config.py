@@ -20,7 +20,9 @@ def numeric(annotation: object) -> bool:
     """Is the field a number (bool is not)?"""
     if annotation in (int, float):
         return True
-    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    is_union = (
+        isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    )
     return is_union and any(numeric(a) for a in typing.get_args(annotation))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from tests.house.source import PACKAGE, ROOT, functions, python_files
+from tests.house.source import PACKAGE, ROOT, code_lines, functions, python_files
 
 FUNCTION_CAP_LINES = 60
 FUNCTION_P90_LINES = 35
@@ -12,7 +12,8 @@ FUNCTION_MEDIAN_LINES = 10
 FILE_CAP_LINES = 400
 TEST_FILE_CAP_LINES = 600
 PACKAGE_BUDGET_LINES = 15_000
-"""Changed only by an edit with a reason."""
+"""Lines of code, without blank lines, comments and docstrings. Changed only by an edit with a
+reason."""
 
 
 def test_no_function_is_longer_than_the_cap():
@@ -43,4 +44,4 @@ def test_no_file_is_longer_than_the_cap():
 
 
 def test_the_package_stays_within_its_budget():
-    assert sum(num_lines(p) for p in python_files()) <= PACKAGE_BUDGET_LINES
+    assert sum(code_lines(p) for p in python_files()) <= PACKAGE_BUDGET_LINES

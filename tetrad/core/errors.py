@@ -7,7 +7,6 @@
     │   ├── UnsupportedError         2   a backend, device or layout that cannot run here
     │   └── RequestError             2   one request's body or limits (HTTP 4xx at the door)
     ├── CapacityError                3   the server is full or shutting down (HTTP 503)
-    ├── NonFiniteError               4   logits were NaN or infinite: the request fails, the server goes on
     ├── EngineDiedError              5   the engine process ended; the text carries its reason
     └── BenchFailure                 6   a benchmark ran but its figures must not be used
 
@@ -62,12 +61,6 @@ class CapacityError(TetradError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class NonFiniteError(TetradError):
-    """A step produced NaN or infinite logits for a request."""
-
-    exit_code = 4
 
 
 class EngineDiedError(TetradError):

@@ -38,7 +38,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids before anything else."""
     seed: int | None = None
-    """Same seed, same prompt, same text, whatever else is in the batch. None: the engine draws one."""
+    """Same seed, same prompt, same text, whatever is in the batch. None: the engine draws one."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends after one of these; the token is not part of the text."""
     ignore_eos: bool = False

@@ -57,7 +57,7 @@ class SampleWork:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass: every sequence that computes tokens in it, decodes and prompt chunks alike."""
+    """One forward pass: every sequence that computes tokens in it, be it one or a prompt chunk."""
 
     sequences: tuple[SequenceWork, ...]
 
