@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,8 +17,15 @@ Body = dict[str, Any]
 class MockServer:
     """Counts what it is asked; `behaviour` says how it answers after `healthy` good answers."""
 
-    def __init__(self, behaviour: str = "good", healthy: int = 0, can_flush: bool = True):
+    def __init__(
+        self,
+        behaviour: str = "good",
+        healthy: int = 0,
+        can_flush: bool = True,
+        models_status: Sequence[int] = (200,),
+    ) -> None:
         self.behaviour = behaviour
+        self.models_status = list(models_status)
         self.healthy = healthy
         self.can_flush = can_flush
         self.bodies: list[Body] = []
@@ -37,7 +44,9 @@ class MockServer:
             yield str(server.make_url("/")).rstrip("/")
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "mock"}]})
+        left = self.models_status
+        status = left.pop(0) if len(left) > 1 else left[0]
+        return web.json_response({"object": "list", "data": [{"id": "mock"}]}, status=status)
 
     async def flush(self, request: web.Request) -> web.Response:
         self.flushes += 1
@@ -54,7 +63,7 @@ class MockServer:
             await asyncio.sleep(30)
         api = {"/generate": Native, "/v1/completions": Completions}.get(request.path, Chat)
         events = api(body).events(behaviour)
-        if not body["stream"]:
+        if not body["stream"] or behaviour == "whole":
             return web.json_response(events[-1] if events else None)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)

@@ -11,7 +11,7 @@ from tests.bench.mock_server import MockServer
 from tetrad.bench.block import block, remarks
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.serving import bench_serve
-from tetrad.cli.bench_serve import Narrator
+from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import BenchFailure, ConfigError
 from tetrad.core.records import BenchRun
 
@@ -25,6 +25,7 @@ CASES = {
     "broken connection": ("truncated", "the connection broke"),
     "empty": ("empty", "no token, finish reason 'stop'"),
     "nothing": ("truncated", "the stream ended after 0 of 8 tokens without a finish reason"),
+    "whole": ("malformed", "asked for text/event-stream, got application/json"),
     "early stop": ("short_output", "4 of 8 tokens although end tokens were to be ignored"),
 }
 
@@ -98,8 +99,23 @@ async def test_a_refused_connection(prompts):
 
 async def test_nobody_there_is_one_sentence(prompts):
     url = f"http://127.0.0.1:{closed_port()}"
-    with pytest.raises(BenchFailure, match=r"No server answered at .* within 0\.1 s"):
+    with pytest.raises(BenchFailure, match=r"No server answers at .*: cannot connect"):
+        await run(BenchServeConfig(base_url=url, ready_check_timeout_sec=0))
+    with pytest.raises(BenchFailure, match=r"No server answers at .*: cannot connect"):
         await run(config(url, prompts, ready_check_timeout_sec=0.1))
+
+
+async def test_it_waits_for_a_server_that_is_starting(prompts):
+    server = MockServer(models_status=[503, 200])
+    async with server.running() as url:
+        result = await run(config(url, prompts, ready_check_timeout_sec=30))
+    assert (result.completed, result.model) == (4, "mock")
+
+
+async def test_a_missing_key_is_told_before_the_run(prompts):
+    async with MockServer(models_status=[401]).running() as url:
+        with pytest.raises(ConfigError, match="wants an API key; give it with --api-key"):
+            await run(config(url, prompts))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

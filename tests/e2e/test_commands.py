@@ -81,7 +81,31 @@ def test_chat_starts_what_it_needs_and_leaves_nothing_behind():
         _, err = chat.communicate()
     assert chat.returncode == 0, err
     assert "starting a server with the embedded model" in err or len(family) == 1
-    deadline = time.monotonic() + 10
+    wait_gone(family)
+
+
+def wait_gone(family: set[int]) -> None:
+    deadline = time.monotonic() + 30
     while alive := [pid for pid in family if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, f"left behind: {alive}"
         time.sleep(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the parent-death signal of Linux")
+def test_a_chat_that_is_killed_leaves_no_server_behind():
+    command = [sys.executable, "-m", "tetrad.cli.main", "chat", "Hi", "--max-tokens", "4000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as chat:
+        family: set[int] = set()
+        while len(family) < 2:
+            assert chat.poll() is None
+            family |= {c.pid for c in psutil.Process(chat.pid).children(recursive=True)}
+            time.sleep(0.05)
+        chat.kill()
+    wait_gone(family)
+
+
+def test_chat_tells_why_a_model_cannot_be_served(tmp_path):
+    done = tetrad("chat", "Hi", "--model", str(tmp_path))
+    assert done.returncode == 2
+    assert "holds no config.json" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -30,7 +30,7 @@ class Trace:
     sent_s: float = 0.0
     ended_s: float = 0.0
     status: int = 0
-    is_stream: bool = False
+    content_type: str = ""
     reads: list[tuple[float, bytes]] = field(default_factory=list)
     failure: Failure | None = None
     """What the transport says; the content is judged later."""
@@ -73,7 +73,7 @@ class Client:
                 self.url + path, data=body, headers={"Content-Type": "application/json"}
             ) as answer:
                 trace.status = answer.status
-                trace.is_stream = answer.content_type == "text/event-stream"
+                trace.content_type = answer.content_type
                 async for read in answer.content.iter_any():
                     trace.reads.append((clock(), read))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

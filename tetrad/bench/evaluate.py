@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,9 @@ class Marked:
     failure: Failure | None = None
 
 
-async def evaluate(url: str, headers: dict[str, str], exam: Exam) -> EvalRun:
+async def evaluate(
+    url: str, headers: dict[str, str], exam: Exam, on_finished: Callable[[Trace], None]
+) -> EvalRun:
     """Ask everything, mark it. Raises BenchFailure when no server answers or it was interrupted."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     problems = [
@@ -62,7 +64,7 @@ async def evaluate(url: str, headers: dict[str, str], exam: Exam) -> EvalRun:
             due_s=[0.0] * len(problems),
             max_concurrency=exam.max_concurrency,
         )
-        result = await run_load(client, load, lambda _: None)
+        result = await run_load(client, load, on_finished)
     finally:
         await client.close()
     if result.interrupted:

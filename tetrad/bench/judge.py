@@ -18,9 +18,10 @@ from tetrad.core.records import Failure
 
 MESSAGE_CAP = 300
 END_OF_STREAM = b"[DONE]"
+EVENT_STREAM = "text/event-stream"
 
 
-def read_answer(trace: Trace, protocol: Protocol) -> Reading:
+def read_answer(trace: Trace, protocol: Protocol, *, stream: bool) -> Reading:
     """Parse what `trace` kept; the first thing that went wrong is `Reading.failure`."""
     reading = Reading()
     if trace.status not in (0, 200):
@@ -28,12 +29,15 @@ def read_answer(trace: Trace, protocol: Protocol) -> Reading:
         message = f"HTTP {trace.status}: {error_message(body)}"
         reading.failure = Failure(kind="http_status", message=message)
         return reading
-    if trace.is_stream:
+    if trace.content_type == EVENT_STREAM:
         _read_stream(trace, protocol.read, reading)
     elif trace.reads:
         body = b"".join(read for _, read in trace.reads)
         _read_event(reading, trace.ended_s, body, protocol.read)
     reading.failure = reading.failure or trace.failure
+    if stream and trace.content_type != EVENT_STREAM and reading.failure is None:
+        message = f"asked for {EVENT_STREAM}, got {trace.content_type}"
+        reading.failure = Failure(kind="malformed", message=message)
     return reading
 
 

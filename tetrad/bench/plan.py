@@ -11,7 +11,7 @@ from tetrad.bench.client import Client
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.tokens import Vocabulary
 from tetrad.bench.workload import Prompt, Seeds
-from tetrad.core.errors import ConfigError
+from tetrad.core.errors import BenchFailure, ConfigError
 from tetrad.core.records import Spread
 
 
@@ -43,6 +43,8 @@ async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str],
         raise ConfigError(f"{config.url}/v1/models names no model; give --model.")
     folder = config.tokenizer or found.tokenizer
     vocabulary = Vocabulary(folder) if folder is not None else None
+    if found.silence and vocabulary is None and config.dataset_path is None:
+        raise BenchFailure(found.silence)
     seeds = Seeds.of(config)
     prompts = workload.build(config, seeds, vocabulary)
     bodies = [write_body(config, model, prompt) for prompt in prompts]

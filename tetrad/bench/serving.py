@@ -58,8 +58,8 @@ class Ledger:
     def read(self, trace: Trace) -> Reading:
         """What an answer says; its bytes are dropped."""
         if trace.index not in self.readings:
-            api = protocol(self.plan.config.backend)
-            self.readings[trace.index] = read_answer(trace, api)
+            api, stream = protocol(self.plan.config.backend), not self.plan.config.disable_stream
+            self.readings[trace.index] = read_answer(trace, api, stream=stream)
             trace.reads.clear()
         return self.readings[trace.index]
 

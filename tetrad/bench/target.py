@@ -26,10 +26,13 @@ class Target:
     """First model of /v1/models, None where the server has no such route."""
     tokenizer: Path | None
     """Folder of the tokenizer, when it is on this machine."""
+    silence: str = ""
+    """Why nothing is known: what went wrong when it was asked."""
 
 
 async def find(client: Client, patience_s: float) -> Target:
-    """Wait until the server answers; raises BenchFailure when it never does."""
+    """Wait until the server is ready. Raises BenchFailure when it never is, unless there is no
+    patience at all: then the run may start and count its failures."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
@@ -37,14 +40,19 @@ async def find(client: Client, patience_s: float) -> Target:
             return await _describe(client)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if loop.time() >= deadline:
+                silence = nobody(client.url, in_words(error))
                 if patience_s == 0:
-                    return Target(None, None)
-                raise BenchFailure(
-                    f"No server answered at {client.url} within {patience_s:g} s: "
-                    f"{in_words(error)}. Start one with `tetrad serve`, or name another with "
-                    "--base-url or --host and --port."
-                ) from error
+                    return Target(None, None, silence)
+                raise BenchFailure(silence) from error
         await asyncio.sleep(min(POLL_S, max(0.0, deadline - loop.time())))
+
+
+def nobody(url: str, why: str) -> str:
+    """The sentence for a server that does not answer."""
+    return (
+        f"No server answers at {url}: {why}. Start one with `tetrad serve`, or name another with "
+        "--base-url or --host and --port."
+    )
 
 
 async def _describe(client: Client) -> Target:
@@ -58,9 +66,14 @@ async def _describe(client: Client) -> Target:
 
 
 async def get_json(client: Client, path: str) -> dict[str, Any] | None:
-    """The JSON object at `path`; None where the server has none. Raises what the transport does."""
+    """The JSON object at `path`; None where the server has none. Raises what the transport does,
+    ConnectionError while the server is starting, ConfigError when it wants a key."""
     async with client.session.get(client.url + path) as answer:
         body = await answer.read()
+    if answer.status in (401, 403):
+        raise ConfigError(f"{client.url} wants an API key; give it with --api-key.")
+    if answer.status == 503:
+        raise ConnectionError(f"HTTP 503 at {path}: {error_message(body)}")
     if answer.status != 200:
         return None
     try:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from tetrad.bench.sse import EventParser
-from tetrad.cli.child import server
+from tetrad.cli.child import DIRECT, server
 from tetrad.cli.flags import verb
+from tetrad.cli.narrator import DIM, PLAIN, Narrator
 from tetrad.cli.options import ChatConfig
 from tetrad.core.errors import ConfigError, TetradError
 
 READ_BYTES = 65536
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 Message = dict[str, Any]
 
 
@@ -28,22 +28,18 @@ def _chat(config: ChatConfig) -> int:
         prompt = sys.stdin.read().strip()
         if not prompt:
             raise ConfigError("There is nothing to ask: give a prompt, or pipe one in.")
-    with server(config, tell) as url:
-        talk = Conversation(config, url)
+    narrator = Narrator()
+    with server(config, narrator) as url:
+        talk = Conversation(config, url, narrator)
         if prompt is not None:
             talk.ask(prompt)
         else:
+            narrator.say("Ctrl-C stops an answer, Ctrl-D ends.")
             _converse(talk)
     return 0
 
 
-def tell(line: str) -> None:
-    """The tool's voice."""
-    print(f"{DIM}{line}{PLAIN}" if sys.stderr.isatty() else line, file=sys.stderr)
-
-
 def _converse(talk: Conversation) -> None:
-    tell("Ctrl-C stops an answer, Ctrl-D ends.")
     while True:
         try:
             prompt = input("> ").strip()
@@ -60,8 +56,9 @@ def _converse(talk: Conversation) -> None:
 class Conversation:
     """The turns so far, and the server they are sent to."""
 
-    def __init__(self, config: ChatConfig, url: str) -> None:
+    def __init__(self, config: ChatConfig, url: str, narrator: Narrator) -> None:
         self._config = config
+        self._narrator = narrator
         self._url = url
         self._turns: list[Message] = []
         if config.system is not None:
@@ -82,13 +79,13 @@ class Conversation:
         if finish is None:
             raise TetradError("the server's answer broke off")
         if finish == "length":
-            tell("(cut off at the longest answer; see --max-tokens)")
+            self._narrator.say("(cut off at the longest answer; see --max-tokens)")
         self._turns = [*turns, {"role": "assistant", "content": printer.answer}]
 
     def _events(self, turns: list[Message]) -> Iterator[dict[str, Any]]:
         parser = EventParser()
         with self._post(turns) as answer:
-            while data := answer.read1(READ_BYTES):
+            while data := _read(answer):
                 for event in parser.feed(data):
                     if event == b"[DONE]":
                         return
@@ -103,7 +100,7 @@ class Conversation:
             f"{self._url}/v1/chat/completions", data=body, headers=headers
         )
         try:
-            answer = urllib.request.urlopen(request)
+            answer = DIRECT.open(request)
         except urllib.error.HTTPError as error:
             raise TetradError(_refusal(error)) from None
         except urllib.error.URLError as error:
@@ -120,6 +117,13 @@ class Conversation:
         if self._config.no_think:
             body["chat_template_kwargs"] = {"enable_thinking": False}
         return body
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
+    try:
+        return answer.read1(READ_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise TetradError(f"the connection to the server broke: {error}") from None
 
 
 def _parsed(event: bytes) -> dict[str, Any]:

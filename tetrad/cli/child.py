@@ -13,33 +13,36 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import ServerChoice
-from tetrad.core.errors import EngineDiedError, TetradError
+from tetrad.core.errors import EngineDiedError, TetradError, UserError
 
 USUAL_URL = "http://127.0.0.1:30000"
 GLANCE_S = 2.0
 POLL_S = 0.1
 STARTUP_S = 900.0
 GOODBYE_S = 45.0
-LOG_TAIL_LINES = 15
 PR_SET_PDEATHSIG = 1
 
-Say = Callable[[str], None]
+START_LINES_SHOWN = 5
+
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Servers are reached directly, whatever proxy the environment names."""
 
 
 @contextlib.contextmanager
-def server(choice: ServerChoice, say: Say) -> Iterator[str]:
+def server(choice: ServerChoice, narrator: Narrator) -> Iterator[str]:
     """Address of a server that answers; one that was started is ended with the block."""
     if choice.url is not None:
         yield choice.url.rstrip("/")
     elif choice.model is None and is_tetrad(USUAL_URL, choice.api_key):
         yield USUAL_URL
     else:
-        with started(choice.model, choice.api_key, say) as url:
+        with started(choice.model, choice.api_key, narrator) as url:
             yield url
 
 
@@ -57,7 +60,7 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
     """The JSON object there. Raises OSError (HTTP errors too) or ValueError."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=GLANCE_S) as answer:
+    with DIRECT.open(request, timeout=GLANCE_S) as answer:
         parsed = json.load(answer)
     if not isinstance(parsed, dict):
         raise TypeError(f"{url} gave no JSON object")
@@ -65,24 +68,26 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def started(model: Path | None, api_key: str | None, say: Say) -> Iterator[str]:
+def started(model: Path | None, api_key: str | None, narrator: Narrator) -> Iterator[str]:
     """Run `tetrad serve` on a free port for as long as the block lasts."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    say(f"starting a server with {model or 'the embedded model'} ...")
+    narrator.say(f"starting a server with {model or 'the embedded model'} ...")
     begun = time.monotonic()
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(
-            _command(model, api_key, port),
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the answer, not for the server
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "server.log")
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                _command(model, api_key, port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the answer, not for the server
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
         try:
-            _wait(child, url, log)
-            say(f"ready after {time.monotonic() - begun:.1f} s")
+            _wait(child, url, log, narrator)
+            narrator.say(f"ready after {time.monotonic() - begun:.1f} s")
             yield url
         finally:
             end(child)
@@ -107,24 +112,22 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(child: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+def _wait(child: subprocess.Popen[bytes], url: str, log: Path, narrator: Narrator) -> None:
+    """Until it is healthy; what it says of its start is passed on."""
     deadline = time.monotonic() + STARTUP_S
     while time.monotonic() < deadline:
-        if (code := child.poll()) is not None:
-            raise EngineDiedError(f"the server ended with exit code {code}:\n{_tail(log)}")
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"{url}/health", timeout=GLANCE_S),
-        ):
+        code = child.poll()
+        text = log.read_text(encoding="utf-8", errors="replace")
+        lines = text.splitlines()
+        narrator.passing(lines[-1] if lines else "")
+        if code is not None:
+            last = "\n".join(lines[-START_LINES_SHOWN:])
+            kind = UserError if code == UserError.exit_code else EngineDiedError
+            raise kind(f"the server ended with exit code {code}:\n{last}")
+        with contextlib.suppress(OSError), DIRECT.open(f"{url}/health", timeout=GLANCE_S):
             return
         time.sleep(POLL_S)
-    raise TetradError(f"the server was not ready after {STARTUP_S:.0f} s:\n{_tail(log)}")
-
-
-def _tail(log: IO[bytes]) -> str:
-    log.seek(0)
-    lines = log.read().decode("utf-8", "replace").splitlines()
-    return "\n".join(lines[-LOG_TAIL_LINES:])
+    raise TetradError(f"the server was not ready after {STARTUP_S:.0f} s.")
 
 
 def end(child: subprocess.Popen[bytes]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING
 
 from tetrad.cli.child import server
 from tetrad.cli.flags import verb
+from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import EvalConfig
 from tetrad.core.errors import BenchFailure
 
@@ -27,8 +27,15 @@ def _evaluate(config: EvalConfig) -> int:
         max_concurrency=config.max_concurrency,
     )
     headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
-    with server(config, lambda line: print(line, file=sys.stderr)) as url:
-        run = asyncio.run(evaluate(url, headers, exam))
+    narrator = Narrator(show_bar=True)
+    with server(config, narrator) as url:
+        narrator.begin(len(exam.kinds) * exam.num_problems)
+        try:
+            run = asyncio.run(
+                evaluate(url, headers, exam, lambda t: narrator.finished(t.failure is not None))
+            )
+        finally:
+            narrator.end()
     if config.json_:
         print(run.model_dump_json(indent=2))
     else:
