@@ -48,7 +48,7 @@ def _filter(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     kept = torch.where(rank < limit, probabilities, 0.0)
     running = kept.cumsum(dim=-1)
     is_reached_before = (running - kept) >= top_p.unsqueeze(1) * running[:, -1:]
-    kept = kept.masked_fill(is_reached_before & (rank > 0), 0.0)
+    kept = kept.masked_fill(is_reached_before, 0.0)
     return kept.masked_fill(kept < min_p.unsqueeze(1) * kept[:, :1], 0.0)
 
 
