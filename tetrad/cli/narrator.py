@@ -1,0 +1,66 @@
+"""What a long command tells on stderr while it runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+CLEAR_LINE = "\r\x1b[K"
+
+
+class Narrator:
+    """Tells on stderr what happens; on a terminal dimmed, and with a bar where one is wanted."""
+
+    def __init__(self, *, show_bar: bool = False) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._show_bar = show_bar and self._is_terminal
+        self._bar: Progress | None = None
+        self._num_failed = 0
+
+    def say(self, line: str) -> None:
+        """One line about what happens next."""
+        shown = f"{CLEAR_LINE}{DIM}{line}{PLAIN}" if self._is_terminal else line
+        print(shown, file=sys.stderr, flush=True)
+
+    def passing(self, line: str) -> None:
+        """What is happening right now; on a terminal only, where the next line replaces it."""
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"{CLEAR_LINE}{DIM}{line[:width]}{PLAIN}")
+            sys.stderr.flush()
+
+    def begin(self, num_requests: int) -> None:
+        """The measured load starts."""
+        if self._show_bar:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as RichProgress
+
+            self._bar = RichProgress(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                refresh_per_second=2,
+            )
+            self._bar.add_task("requests", total=num_requests)
+            self._bar.start()
+
+    def finished(self, has_failed: bool) -> None:
+        """Move the bar."""
+        self._num_failed += has_failed
+        if self._bar is not None:
+            failed = f"requests, {self._num_failed} failed" if self._num_failed else "requests"
+            self._bar.update(self._bar.task_ids[0], advance=1, description=failed)
+
+    def end(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
