@@ -118,6 +118,7 @@ def chunk(delta=None, finish=None, usage=None, **choice):
 
 
 def test_chat_reads_reasoning_content_and_tool_calls():
+    opened = [{"index": 0, "id": "call_0", "function": {}}]
     call = [{"index": 0, "function": {"name": "calculator", "arguments": ""}}]
     more = [{"index": 0, "function": {"arguments": '{"a":1}'}}]
     usage = {
@@ -131,12 +132,13 @@ def test_chat_reads_reasoning_content_and_tool_calls():
         chunk({"reasoning_content": "think", "content": None}),
         chunk({"reasoning": " more"}),
         chunk({"content": "8"}),
+        chunk({"tool_calls": opened}),
         chunk({"tool_calls": call}),
         chunk({"tool_calls": more}),
         chunk({}, finish="tool_calls"),
         chunk(usage=usage),
     )
-    assert [time_s for time_s, _ in reading.stamps] == [2.0, 3.0, 4.0, 5.0, 6.0]
+    assert [time_s for time_s, _ in reading.stamps] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert reading.text == 'think more8calculator{"a":1}'
     assert (reading.finish, reading.output_tokens, reading.prompt_tokens) == ("tool_calls", 6, 9)
     assert reading.cached_tokens == 4

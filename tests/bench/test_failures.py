@@ -64,6 +64,7 @@ async def test_a_failure_is_named_and_counts_for_nothing(behaviour: str, backend
     assert [(f.kind, f.count, f.example_request) for f in result.failures] == [(kind, 3, 1)]
     assert message in result.failures[0].example
     assert result.output_tokens == 8
+    assert result.input_tokens == (1 if backend == "vllm-chat" else len("What is 3+5?"))
     assert result.latencies.e2e_ms.count == 1
     assert "Failed requests:                         3         " in block(result).splitlines()
     assert any(message in line for line in remarks(result))

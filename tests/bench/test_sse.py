@@ -12,6 +12,7 @@ STREAMS = {
     "carriage returns": (b"data: one\r\rdata: two\r\r", [b"one", b"two"]),
     "comments": (b": ping\n\ndata: one\n: ping\n\n:\n\ndata: two\n\n", [b"one", b"two"]),
     "several lines": (b"data: one\ndata: two\n\n", [b"one\ntwo"]),
+    "several lines with both": (b"data: one\r\ndata: two\r\n\r\n", [b"one\ntwo"]),
     "other fields": (b"event: delta\nid: 7\nretry: 10\ndata: one\n\n", [b"one"]),
     "no space": (b"data:one\n\ndata:  two\n\n", [b"one", b" two"]),
     "byte order mark": (b"\xef\xbb\xbfdata: one\n\n", [b"one"]),

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.tokens import Vocabulary
+from tetrad.bench.tokens import Vocabulary, ordinary_ids
 from tetrad.bench.workload import Seeds, build, from_file, random_lengths, warmup
 from tetrad.core.errors import ConfigError
 
@@ -52,6 +52,15 @@ def test_random_ids_are_exact_and_never_special(vocabulary: Vocabulary):
     assert len(prompts) == 50
     assert all(prompt.ids and len(prompt.ids) == prompt.num_tokens for prompt in prompts)
     assert {i for prompt in prompts for i in prompt.ids or ()} == set(range(13))
+
+
+def test_special_tokens_inside_the_vocabulary_are_left_out_too():
+    """Trainers put them there; a list of pieces (Unigram) has its ids by place."""
+    model = {"vocab": {"<eos>": 0, "a": 1, "b": 2, "<unk>": 3}, "unk_token": "<unk>"}
+    added = [{"id": 0, "content": "<eos>"}, {"id": 9, "content": "<tool>"}]
+    assert ordinary_ids({"model": model, "added_tokens": added}) == [1, 2]
+    pieces = {"vocab": [["<eos>", 0.0], ["a", -1.0]]}
+    assert ordinary_ids({"model": pieces, "added_tokens": added}) == [1]
 
 
 def test_random_text_encodes_to_its_length(vocabulary: Vocabulary):
