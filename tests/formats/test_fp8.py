@@ -47,11 +47,20 @@ def test_zeros_stay_zero(quantize):
     assert torch.equal(values, torch.zeros(130, 20, dtype=torch.bfloat16))
 
 
-def test_the_largest_value_never_becomes_nan():
-    """amax / (amax / 448) may round to just above 448, and the cast does not saturate."""
-    for seed in range(200):
-        weight = matrix(2, 4, seed) * 3.3e-5
-        assert torch.isfinite(fp8.quantize_tensor(weight).dequantize(torch.float32)).all()
+@pytest.mark.parametrize("quantize", [fp8.quantize_tensor, fp8.quantize_block])
+@pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-36, 1e38])
+def test_the_smallest_and_largest_numbers_stay_finite(quantize, size: float):
+    """A scale that underflows to zero would turn them into NaN."""
+    weight = torch.tensor([[size, -size / 3, 0.0, size / 2]])
+    values = quantize(weight).dequantize(torch.float32)
+    assert torch.allclose(values, weight, rtol=1 / 16, atol=1e-38)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_division_never_lifts_a_value_out_of_range(seed: int):
+    weight = matrix(2, 4, seed) * 3.3e-5
+    values = fp8.quantize_tensor(weight).dequantize(torch.float32)
+    assert torch.allclose(values.abs().max(), weight.abs().max(), rtol=1e-6)
 
 
 def test_stacked_scales_belong_to_their_matrix():

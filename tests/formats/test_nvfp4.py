@@ -119,6 +119,14 @@ def test_a_zero_matrix_and_a_zero_block_stay_zero(dtype: torch.dtype):
     assert quantized.scales[0, 0].item() == 1.0
 
 
+@pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-36, 1e38])
+def test_the_smallest_and_largest_numbers_stay_finite(size: float):
+    """A global scale that underflows to zero would turn them into NaN."""
+    weight = torch.tensor([[size, -size / 3, 0.0, size / 2] * 4 + [0.0] * 16])
+    values = nvfp4.quantize(weight).dequantize(torch.float32)
+    assert torch.allclose(values, weight, rtol=0.0, atol=max(size / 6, 1e-38))
+
+
 def test_what_lies_on_the_grid_is_kept_exactly():
     weight = all_pairs(1.0)
     positive = weight.scales.float()[:, 0] > 0

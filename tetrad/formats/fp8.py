@@ -12,7 +12,7 @@ from tetrad.formats.weights import E4M3_MAX, FP8_BLOCK, Fp8BlockWeight, Fp8Tenso
 def quantize_tensor(matrix: Tensor) -> Fp8TensorWeight:
     """Quantise [out, in] with scale = amax / 448 (1 when the matrix is zero)."""
     scale = _scale(matrix.abs().amax().float())
-    return Fp8TensorWeight(_round(matrix.float() / scale), scale)
+    return Fp8TensorWeight((matrix.float() / scale).to(torch.float8_e4m3fn), scale)
 
 
 def quantize_block(matrix: Tensor) -> Fp8BlockWeight:
@@ -23,13 +23,9 @@ def quantize_block(matrix: Tensor) -> Fp8BlockWeight:
     blocks = padded.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
     scale_inv = _scale(blocks.abs().amax(dim=(1, 3)))
     data = (blocks / scale_inv[:, None, :, None]).view_as(padded)
-    return Fp8BlockWeight(_round(data[:out, :width].contiguous()), scale_inv)
+    return Fp8BlockWeight(data[:out, :width].to(torch.float8_e4m3fn).contiguous(), scale_inv)
 
 
 def _scale(amax: Tensor) -> Tensor:
-    return torch.where(amax > 0, amax / E4M3_MAX, 1.0)
-
-
-def _round(values: Tensor) -> Tensor:
-    """The cast does not saturate: a value that division left just above 448 would become NaN."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = (amax / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(amax > 0, scale, 1.0)
