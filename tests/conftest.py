@@ -1,8 +1,12 @@
-"""Tests marked `gpu` are skipped where there is none."""
+"""Tests marked `gpu` are skipped where there is none; no property test depends on speed."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("tetrad", deadline=None)
+hypothesis.settings.load_profile("tetrad")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

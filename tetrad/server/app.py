@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +27,6 @@ from tetrad.server.service import Service
 
 OPEN_PATHS = frozenset({"/health"})
 """Served without a key, for those who watch over the process."""
-
-_log = logging.getLogger("tetrad.server")
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -142,8 +139,6 @@ class _Failures:
         assert isinstance(error, TetradError)
         if isinstance(error, RequestError | CapacityError):
             self._service.metrics.refused(route_of(request))
-        else:
-            _log.error("%s: %s", route_of(request), error)
         return response_of(error)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -13,7 +14,9 @@ from tetrad.core.request import Request, SamplingParams
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
 from tetrad.server.service import Admission, Service
-from tetrad.server.session import Delta, Session
+from tetrad.server.session import Delta, GenerationError, Session
+
+_log = logging.getLogger(__name__)
 
 NUM_SEEDS = 2**63
 MAX_CHOICES = 1024
@@ -90,6 +93,9 @@ async def generate(service: Service, route: str, choices: Sequence[Choice]) -> D
                     yield item
             except EngineDiedError as error:
                 raise service.why_ended(error) from None
+            except GenerationError as error:
+                _log.error("%s failed: %s", choices[0].request.rid, error)
+                raise
 
 
 async def _deltas(

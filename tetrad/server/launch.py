@@ -35,6 +35,9 @@ from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
 
 POLL_S = 0.1
+BACKLOG = 2048
+KEEP_ALIVE_S = 65
+"""Longer than clients and proxies usually keep an idle connection, so that they close it first."""
 LAST_BYTES_S = 5
 """How long open responses get to send what they have."""
 EVERYWHERE = ("0.0.0.0", "::", "")
@@ -82,6 +85,7 @@ def _bind(config: ServeConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -220,6 +224,7 @@ class HttpServer:
             access_log=service.config.log_level == "debug",
             lifespan="off",
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             http="httptools",
             timeout_graceful_shutdown=LAST_BYTES_S,
         )

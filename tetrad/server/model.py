@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from tetrad.server.chat_template import ChatTemplate
 from tetrad.server.sampling import SamplingDefaults
 from tetrad.server.text import Tokenizer
 
-LONG_TEXT_CHARACTERS = 20_000
-"""A longer text is tokenised in a thread, so that other requests do not wait for it."""
+LONG_TEXT_CHARACTERS = 4_000
+"""Longer texts are tokenised in a thread, so that other requests do not wait."""
 ANY_NAMES = ("default",)
 """Model names that mean "whatever is served" (SGLang's clients send this one)."""
 
@@ -76,22 +77,18 @@ class ServedModel:
             )
         return self.template.render(messages, **kwargs)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of any length."""
-        if len(text) < LONG_TEXT_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts of any length."""
+        encode = partial(self.tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
+        if sum(map(len, texts)) < LONG_TEXT_CHARACTERS:
+            return encode()
+        return await asyncio.to_thread(encode)
 
-    async def encode_all(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+    async def prompt_ids(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
         """Prompts as ids: texts are tokenised, special tokens of the tokenizer's own added."""
-        return [
-            await self.encode(prompt, add_special_tokens=True)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        return ids or await self.encode(texts, add_special_tokens=True)
 
     def hidden_ids(self, *, skip_special: bool) -> frozenset[int]:
         """Tokens a reader does not see. Markers that a parser reads are never among them."""

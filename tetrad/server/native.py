@@ -38,7 +38,7 @@ async def native_generate(service: Service, request: Request) -> Response:
 
 
 async def _choices(service: Service, body: GenerateBody) -> list[Choice]:
-    prompts = await service.model.encode_all(body.prompts)
+    prompts = await service.model.prompt_ids(body.prompts)
     samplings = _per_prompt(body.sampling_params or NativeSampling(), len(prompts))
     names = _rids(body, len(prompts))
     choices: list[Choice] = []

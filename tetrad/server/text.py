@@ -52,6 +52,10 @@ class Tokenizer:
         """Token ids of `text`; special tokens written out in it become their ids."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_all(self, texts: Iterable[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text."""
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
     def id_of(self, token: str) -> int | None:
         """Id of a token by its exact name."""
         return self._tokenizer.token_to_id(token)
