@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -78,3 +82,32 @@ def test_abbreviations_are_taken_where_they_are_unique(tetrad, prompts):
     code, _, err = tetrad("bench", "serve", "--dataset", "custom")
     assert code == 2
     assert "Unknown option: --dataset." in err
+
+
+def test_ctrl_c_prints_what_was_measured_and_is_130(prompts):
+    """The server hangs after two good answers; the rest is cut off."""
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts, "--max-concurrency", "1"]
+    script = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job may inherit 'ignore'
+        "from tetrad.cli.main import main\nsys.exit(main())"
+    )
+    server = MockServer("hang", healthy=3)
+    with (
+        beside(server) as url,
+        subprocess.Popen(
+            [sys.executable, "-c", script, "bench", "serve", "--base-url", url, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as bench,
+    ):
+        while len(server.bodies) < 4:
+            assert bench.poll() is None
+            time.sleep(0.02)
+        bench.send_signal(signal.SIGINT)
+        out, err = bench.communicate()
+    assert bench.returncode == 130, err
+    assert "Successful requests:                     2         " in out.splitlines()
+    assert "INTERRUPTED: the figures cover 2 of 4 requests; 2 were cut off." in out
+    assert "Traceback" not in err
