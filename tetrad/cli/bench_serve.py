@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -18,12 +17,14 @@ if TYPE_CHECKING:
 
 def _bench_serve(config: BenchServeConfig) -> int:
     """Measure, print, append to the file. Failures beyond the allowed number are a BenchFailure."""
+    import uvloop
+
     from tetrad.bench.block import block, remarks
     from tetrad.bench.serving import bench_serve as measure
 
     if config.output_file is not None and not config.output_file.parent.is_dir():
         raise ConfigError(f"--output-file {config.output_file}: there is no such folder.")
-    run = asyncio.run(measure(config, Narrator(show_bar=not config.disable_tqdm)))
+    run = uvloop.run(measure(config, Narrator(show_bar=not config.disable_tqdm)))
     print(f"\n{block(run)}")
     for line in remarks(run):
         print(line)
