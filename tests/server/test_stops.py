@@ -51,6 +51,10 @@ def test_what_is_shown_never_holds_the_start_of_a_match(stops: list[str], text: 
     assert final.startswith(shown)
 
 
+def test_of_matches_that_end_together_the_longest_wins():
+    assert run(["b", "ab"], ["xab"]) == ("x", "ab")
+
+
 def test_held_back_text_comes_with_the_character_that_clears_it():
     matcher = StopMatcher(["END"])
     assert matcher.feed("the E") == "the "
