@@ -48,10 +48,10 @@ def device_memory(device: torch.device, cgroup: Path = CGROUP) -> Memory:
 
 
 def use_sensible_threads() -> int:
-    """Give torch one thread for each physical core this process may use, unless OMP_NUM_THREADS
-    says otherwise. Returns the number of threads."""
+    """Give torch one thread for each physical core this process may use but one, which the API
+    process needs; OMP_NUM_THREADS overrides. Returns the number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(usable_cores())
+        torch.set_num_threads(max(1, usable_cores() - 1))
     return torch.get_num_threads()
 
 

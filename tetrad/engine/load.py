@@ -53,6 +53,8 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     say(EngineProgress("weights", str(folder)))
     model = _load_weights(folder, device, dtype, ops, say)
     load_s = time.monotonic() - started
+    if model.checkpoint_notes:
+        say(EngineProgress("note", " ".join(model.checkpoint_notes)))
     layout, use = _lay_out_cache(config, model, device, dtype)
     say(EngineProgress("cache", layout.sentence))
     cache = _make_cache(arch, layout, device, dtype)
@@ -172,5 +174,6 @@ def _info(
         "memory": asdict(use)
         | {"weight_bytes": model.weight_bytes, "cache_bytes": limits.num_pages * use.page_bytes},
         "weights": model.weight_report,
+        "checkpoint_notes": list(model.checkpoint_notes),
         "backends": ops.report,
     }
