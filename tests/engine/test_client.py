@@ -97,6 +97,26 @@ async def test_leaving_early_aborts_in_the_engine(client: EngineClient):
     assert state["integrity"] == "ok"
 
 
+async def test_a_crowd_of_which_a_third_leaves_midway(client: EngineClient):
+    async def visit(i: int) -> None:
+        request = make_request(f"r{i}", 20 + 7 * (i % 20), 20, seed=i)
+        stream = client.generate(request)
+        got: list[int] = []
+        async for output in stream:
+            got += output.token_ids
+            if i % 3 == 0 and len(got) == 1 + i % 17:
+                break
+        await stream.aclose()
+        expected = expected_output(request, i)
+        assert got == (expected[: len(got)] if i % 3 == 0 else expected)
+
+    async with asyncio.timeout(SOON_S):
+        await asyncio.gather(*(visit(i) for i in range(90)))
+    state = await client.state()
+    assert (state["running_requests"], state["waiting_requests"], state["used_pages"]) == (0, 0, 0)
+    assert state["integrity"] == "ok"
+
+
 async def test_flush(client: EngineClient):
     await collect(client, make_request("a", 200))
     assert (await client.state())["cached_pages"] == 3

@@ -47,12 +47,11 @@ def device_memory(device: torch.device, cgroup: Path = CGROUP) -> Memory:
     return Memory(limit, min(main.available, limit - used))
 
 
-def use_sensible_threads() -> int:
+def use_sensible_threads() -> None:
     """Give torch one thread for each physical core this process may use but one, which the API
-    process needs; OMP_NUM_THREADS overrides. Returns the number of threads."""
+    process needs; OMP_NUM_THREADS overrides."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() - 1))
-    return torch.get_num_threads()
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
