@@ -64,6 +64,8 @@ class FakeEngine:
             "weights": {"nvfp4": {"memory_bytes": 1500}, "bf16": {"memory_bytes": 2_498_500}},
             "device": {"name": "abacus", "kind": "cpu", "memory_bytes": 8_000_000_000},
             "dtype": "float32",
+            "mem_fraction_static": 0.3,
+            "moe_runner_backend": "torch",
             "cache_sentence": "4096 tokens (1.07 GB), all that memory leaves",
             "backends": [
                 {"op": "rope", "backend": "torch", "reason": "", "refusals": {}},

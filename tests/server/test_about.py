@@ -59,6 +59,11 @@ async def test_server_info_is_flat_complete_and_keeps_the_key(
     info = response.json()
     assert set(ServeConfig.model_fields) - {"api_key"} <= set(info)
     assert info["chunked_prefill_size"] == 77
+    assert (info["context_length"], info["max_running_requests"]) == (256, 4)
+    assert (info["mem_fraction_static"], info["moe_runner_backend"]) == (0.3, "torch")
+    assert (info["device"], info["dtype"]) == ("cpu", "float32")
+    assert (info["reasoning_parser"], info["tool_call_parser"]) == ("glm45", "glm47")
+    assert info["state"] == {"integrity": "ok"}
     assert info["launch_command"] == "tetrad serve --api-key ... --api-key=..."
     assert info["scheduler_info"] == {
         "status": "ready",

@@ -70,6 +70,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "num_threads": torch.get_num_threads(),
         "random_seed": config.random_seed,
         "disable_radix_cache": config.disable_radix_cache,
+        **{flag: getattr(ops, op).name for flag, op in FLAG_OPS.items()},
     }
     return Engine(scheduler, Runner(model, cache, ops.sample, device), info)
 

@@ -63,8 +63,8 @@ async def model_info(service: Service, _request: Request) -> Response:
             "preferred_sampling_params": None,
             "weight_version": WEIGHT_VERSION,
             "load_format": "safetensors",
-            "reasoning_parser": "glm45" if model.splits_reasoning else None,
-            "tool_call_parser": "glm47" if model.reads_tool_calls else None,
+            "reasoning_parser": model.reasoning_parser,
+            "tool_call_parser": model.tool_call_parser,
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
@@ -77,12 +77,10 @@ async def model_info(service: Service, _request: Request) -> Response:
 async def server_info(service: Service, _request: Request) -> Response:
     """The resolved configuration, flat, what the engine chose and why, and its state right now."""
     engine = service.engine
-    config = service.config.model_dump(mode="json", exclude={"api_key"})
     info = {
-        **config,
+        **_resolved(service),
         "model_path": str(service.model.folder),
         "tokenizer_path": str(service.model.folder),
-        "served_model_name": service.model.name,
         "api_key_required": service.config.api_key is not None,
         "launch_command": shlex.join(_without_key(sys.argv)),
         "version": tetrad.__version__,
@@ -98,6 +96,23 @@ async def server_info(service: Service, _request: Request) -> Response:
         "state": await _state(engine),
     }
     return JSONResponse(info)
+
+
+def _resolved(service: Service) -> dict[str, Any]:
+    """Every option with the value in effect, whether it was asked for or chosen."""
+    info, model = service.engine.info, service.model
+    asked = service.config.model_dump(mode="json", exclude={"api_key"})
+    chosen = {name: info[name] for name in asked if name in info}
+    return (
+        asked
+        | chosen
+        | {
+            "served_model_name": model.name,
+            "device": info["device"]["kind"],
+            "reasoning_parser": model.reasoning_parser,
+            "tool_call_parser": model.tool_call_parser,
+        }
+    )
 
 
 async def _state(engine: EnginePort) -> dict[str, Any] | None:

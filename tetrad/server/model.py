@@ -57,6 +57,16 @@ class ServedModel:
             architectures=tuple(read_json_object(folder / "config.json").get("architectures", ())),
         )
 
+    @property
+    def reasoning_parser(self) -> str | None:
+        """SGLang's name of the parser in use."""
+        return "glm45" if self.splits_reasoning else None
+
+    @property
+    def tool_call_parser(self) -> str | None:
+        """SGLang's name of the parser in use."""
+        return "glm47" if self.reads_tool_calls else None
+
     def check_name(self, name: str | None) -> None:
         """Raise RequestError (404) when a request names another model."""
         if name is None or name in (self.name, str(self.folder), *ANY_NAMES):
