@@ -56,8 +56,14 @@ def test_hf_quant_config_is_read_without_anything_in_config(tmp_path: Path):
     metadata.observe("lm_head", "bf16")
     metadata.observe("o_proj", "nvfp4")
     assert metadata.notes() == []
-    metadata.observe("o_proj", "bf16")
-    assert "'o_proj' is declared nvfp4, stored bf16" in metadata.notes()[0]
+    metadata.observe("o_proj", "fp8_block")
+    assert "'o_proj' is declared nvfp4, stored fp8_block" in metadata.notes()[0]
+
+
+def test_a_router_that_the_exclude_list_forgets_is_no_contradiction(tmp_path: Path):
+    metadata = read(tmp_path, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    metadata.observe("model.layers.3.mlp.gate", "bf16")
+    assert metadata.notes() == []
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,15 @@ def test_a_released_mixture_of_formats_computes_what_its_bits_mean(recipe: Recip
     torch.testing.assert_close(logits(packed), logits(twin), rtol=0, atol=2e-5)
 
 
+def test_a_person_hears_what_contradicts_the_metadata(tmp_path: Path):
+    tensors = stored({"*.mlp.experts.*": as_modelopt})
+    metadata = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*.mlp.experts.*"]}
+    (note,) = load(write(tmp_path / "odd", tensors, quantization_config=metadata)).checkpoint_notes
+    assert "72 linear(s)" in note
+    assert "declared bf16, stored nvfp4" in note
+    assert load(write(tmp_path / "plain", tensors)).checkpoint_notes == ()
+
+
 @pytest.mark.parametrize("store", [as_bf16, as_modelopt, as_compressed, as_fp8_block])
 def test_a_prediction_layer_of_any_format_is_left_out(store: Store, tmp_path: Path):
     """Layer 4 of a model of four layers belongs to multi-token prediction."""

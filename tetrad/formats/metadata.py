@@ -104,9 +104,12 @@ class QuantMetadata:
         )
 
     def observe(self, module: str, found: StoredFormat) -> None:
-        """Remember that `module` is stored as `found`, to compare with what is declared."""
+        """Remember that `module` is stored as `found`, to compare with what is declared.
+
+        Unquantised is never a contradiction: routers are left out of the lists of some releases.
+        """
         declared = self._declared(module)
-        if declared is not None and declared != found:
+        if found != "bf16" and declared is not None and declared != found:
             self._contradictions.append(f"'{module}' is declared {declared}, stored {found}")
 
     def notes(self) -> list[str]:
@@ -119,7 +122,7 @@ class QuantMetadata:
             )
         if self._contradictions:
             notes.append(
-                f"{len(self._contradictions)} linears are stored in another format than the "
+                f"{len(self._contradictions)} linear(s) are stored in another format than the "
                 f"metadata declares ({self._contradictions[0]}); the tensors were followed."
             )
         return notes

@@ -26,6 +26,8 @@ class Model(ABC):
     def __init__(self, arch: ModelArch, source: WeightSource) -> None:
         self.arch = arch
         self._ledger = source.ledger
+        self.checkpoint_notes: tuple[str, ...] = ()
+        """Sentences a person should see, such as where a checkpoint contradicts its metadata."""
         inner = source.at("model")
         self.embed = Embedding(inner, "embed_tokens", arch.vocab, arch.hidden)
         self.rope = Rope(arch.rope, self.embed.table.device)

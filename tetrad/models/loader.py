@@ -39,6 +39,7 @@ def load_model(
     checkpoint = Checkpoint.open(folder, device, on_progress)
     model = MODELS[arch.model_type](arch, WeightSource(checkpoint, ops, dtype, WeightLedger()))
     _refuse_leftovers(checkpoint, arch)
+    model.checkpoint_notes = tuple(checkpoint.notes)
     return model
 
 
