@@ -12,6 +12,7 @@ from tests.house.source import ROOT
 from tetrad.bench.options import BenchServeConfig
 from tetrad.cli.flags import all_flags
 from tetrad.core.config import Config, ServeConfig
+from tetrad.formats.options import QuantizeConfig
 
 FLAGS = Path(__file__).with_name("flags.txt")
 
@@ -26,7 +27,7 @@ def numeric(annotation: object) -> bool:
     return is_union and any(numeric(a) for a in typing.get_args(annotation))
 
 
-@pytest.mark.parametrize("config", [ServeConfig, BenchServeConfig])
+@pytest.mark.parametrize("config", [ServeConfig, BenchServeConfig, QuantizeConfig])
 def test_every_field_has_a_description_and_every_number_a_range(config: type[Config]):
     assert config.model_fields
     for name, field in config.model_fields.items():
