@@ -274,12 +274,17 @@ def _moe(read: _Reader, num_layers: int) -> MoeArch:
         raise CheckpointError(f"scoring_func {scoring!r} is not supported; 'sigmoid' is.")
     if (activation := read.config.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"hidden_act {activation!r} is not supported; 'silu' is.")
+    num_experts, num_groups = read.integer(experts_key), read.integer("n_group", 1)
+    if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
+        raise CheckpointError(
+            f"config.json: {num_experts} experts do not form {num_groups} equal groups of two."
+        )
     return MoeArch(
-        num_experts=read.integer(experts_key),
+        num_experts=num_experts,
         experts_per_token=read.integer("num_experts_per_tok"),
         intermediate=read.integer("moe_intermediate_size"),
         num_shared=read.integer("n_shared_experts", 1),
-        num_groups=read.integer("n_group", 1),
+        num_groups=num_groups,
         groups_per_token=read.integer("topk_group", 1),
         normalise_weights=bool(read.config.get("norm_topk_prob", True)),
         scaling=read.number("routed_scaling_factor", 1.0),
