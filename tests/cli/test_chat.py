@@ -12,6 +12,7 @@ from aiohttp import web
 
 from tests.bench.mock_server import MockServer
 from tests.cli.conftest import beside
+from tetrad.cli.child import is_tetrad
 
 
 class TalkingServer(MockServer):
@@ -153,6 +154,13 @@ def test_a_cut_answer_says_so(tetrad):
         code, _, err = tetrad("chat", "Hi", "--url", url)
     assert code == 0
     assert "--max-tokens" in err
+
+
+def test_only_a_tetrad_server_is_spoken_to_unasked():
+    """Another server at the usual place is left alone: a child is started instead."""
+    with beside(TalkingServer(*ANSWER)) as url:
+        assert not is_tetrad(url, None)
+    assert not is_tetrad("http://127.0.0.1:9", None)
 
 
 def test_nobody_there(tetrad):

@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.e2e.conftest import Served
+from tetrad.cli.child import is_tetrad
 from tetrad.core.records import BenchRun
 
 
@@ -65,6 +66,10 @@ def test_eval_runs_every_kind(served: Served):
     run = json.loads(done.stdout)
     assert run["failures"] == []
     assert run["overall"]["total"] == len(run["kinds"]) == 18
+
+
+def test_a_running_server_is_recognised(served: Served):
+    assert is_tetrad(served.url, None)
 
 
 def test_chat_starts_what_it_needs_and_leaves_nothing_behind():

@@ -50,14 +50,14 @@ def is_tetrad(url: str, api_key: str | None) -> bool:
     """Whether a Tetrad server answers there, and lets us in."""
     try:
         info = get_json(f"{url}/server_info", api_key)
-        models = get_json(f"{url}/v1/models", api_key)
-    except (OSError, ValueError):
+        owner = get_json(f"{url}/v1/models", api_key)["data"][0]["owned_by"]
+    except (OSError, ValueError, TypeError, LookupError):
         return False
-    return "engine" in info and models["data"][0].get("owned_by") == "tetrad"
+    return "engine" in info and owner == "tetrad"
 
 
 def get_json(url: str, api_key: str | None) -> dict[str, Any]:
-    """The JSON object there. Raises OSError (HTTP errors too) or ValueError."""
+    """The JSON object there. Raises OSError (HTTP errors too), ValueError or TypeError."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     request = urllib.request.Request(url, headers=headers)
     with DIRECT.open(request, timeout=GLANCE_S) as answer:
