@@ -25,6 +25,13 @@ def test_the_known_answers_of_the_paper_s_library(counter, key, words):
     assert " ".join(f"{word:08x}" for word in philox4x32(counter, key)) == words
 
 
+def test_a_counter_serves_four_numbers():
+    words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert [uniform(0, n) for n in range(4)] == [(word >> 8) / 2**24 for word in words]
+    later = philox4x32((3, 0, 0, 0), (5, 1))
+    assert uniform(5 + 2**32, 13) == (later[1] >> 8) / 2**24
+
+
 def test_numbers_are_of_float32_and_below_one():
     numbers = [uniform(seed, n) for seed in range(50) for n in range(50)]
     assert all(0.0 <= u < 1.0 and (u * 2**24).is_integer() for u in numbers)

@@ -273,6 +273,13 @@ def test_end_tokens():
     assert len(bench.tokens["length"]) == 4
 
 
+def test_end_tokens_are_banned_until_the_minimum_is_reached():
+    bench = Bench(make_scheduler())
+    bench.scheduler.add(make_request("a", 3, min_new_tokens=2, stop_token_ids=(5,)))
+    banned = [w.sample.banned_ids for _ in range(4) for w in bench.step().sequences if w.sample]
+    assert banned == [(5,), (5,), (), ()]
+
+
 def test_the_sampler_is_told_what_it_needs_and_no_more():
     scheduler = make_scheduler()
     scheduler.add(

@@ -69,7 +69,6 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
         self._is_stopping = False
-        self._last_words: EngineDied | None = None
         self._last_message_at = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -215,7 +214,6 @@ class EngineClient:
                 self.info = info
                 self._ready.set_result(None)
             case EngineDied():
-                self._last_words = message
                 self._fail(_error_of(message))
 
     def _deliver(self, rid: str, item: RequestOutput | TetradError) -> None:
@@ -224,8 +222,7 @@ class EngineClient:
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        if self._last_words is None:
-            await asyncio.sleep(LAST_WORDS_WAIT_S)
+        await asyncio.sleep(LAST_WORDS_WAIT_S)
         self._fail(EngineDiedError(_epitaph(code)))
 
     def _fail(self, error: TetradError) -> None:
