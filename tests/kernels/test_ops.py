@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -58,6 +60,15 @@ def test_a_linear_left_as_stored_gives_what_a_decoded_one_gives(case: Case):
     keeping = Backend("keeping", linear)
     (result,) = try_case(op, keeping, case, torch.float32, torch.device("cpu"))
     assert result.passes(op.contract.tolerance["float32"]), result
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_every_backend_takes_the_contracts_arguments(op: Op):
+    promised = [argument.name for argument in op.contract.arguments]
+    for backend in op.backends.values():
+        assert list(inspect.signature(backend.run).parameters) == promised, backend.name
+    inputs = op.check.inputs(op.contract.cases[0], torch.float32, torch.device("cpu"))
+    assert list(inputs) == promised
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

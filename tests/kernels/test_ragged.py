@@ -36,13 +36,13 @@ def test_every_row_sees_exactly_the_keys_up_to_its_own(
     step = make(lens)
     seen: dict[int, list[int]] = {}
     for block in step.blocks:
-        flat_mask = block.mask.flatten(0, 1)
-        slots = block.slots.repeat_interleave(block.mask.shape[1], dim=0)
-        kept = range(len(flat_mask)) if block.kept is None else block.kept.tolist()
+        hidden = block.hidden.flatten(0, 1)
+        slots = block.slots.repeat_interleave(block.hidden.shape[1], dim=0)
+        kept = range(len(hidden)) if block.kept is None else block.kept.tolist()
         for i in kept:
             row = int(block.rows.flatten()[i])
             assert row not in seen
-            seen[row] = slots[i][flat_mask[i] == 0].tolist()
+            seen[row] = slots[i][~hidden[i]].tolist()
     for row, sequence, num_keys in rows_of(step):
         assert seen.pop(row) == sequence_slots(step, sequence)[:num_keys].tolist()
     assert not seen
@@ -51,7 +51,7 @@ def test_every_row_sees_exactly_the_keys_up_to_its_own(
 @pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
 def test_no_block_is_larger_than_allowed(lens: Lens, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ragged_module, "MAX_BLOCK_PAIRS", 300)
-    assert all(block.mask.numel() <= 300 for block in make(lens).blocks)
+    assert all(block.hidden.numel() <= 300 for block in make(lens).blocks)
 
 
 def test_decodes_share_a_block_and_prompts_of_like_length_do():

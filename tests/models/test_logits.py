@@ -74,6 +74,24 @@ def test_ragged_sequences_side_by_side(pair: Pair):
         assert_equal_logits(ours, truth)
 
 
+def test_a_sequence_that_turns_nan_does_not_touch_the_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    """Its keys, its choice of keys and its experts' rows are its own."""
+    unused = pair.theirs.config.vocab_size - 1
+    table = pair.ours.embed.table.clone()
+    table[unused] = torch.nan
+    monkeypatch.setattr(pair.ours.embed, "table", table)
+    sequences = [ids.clone().clamp(max=unused - 1) for ids in pair.sequences]
+    truth = [oracle.logits(pair.theirs, ids) for ids in sequences]
+    sequences[1][41] = unused
+    ours = Driver(pair.ours, sequences).run(RAGGED)
+    assert bool(ours[1][41:].isnan().all())
+    assert_equal_logits(ours[1][:41], truth[1][:41])
+    for sequence in (0, 2):
+        assert_equal_logits(ours[sequence], truth[sequence])
+
+
 def test_only_wanted_rows_get_logits(pair: Pair):
     driver = Driver(pair.ours, pair.sequences[:1])
     batch = driver.batch([(0, NUM_TOKENS)])

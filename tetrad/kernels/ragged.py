@@ -32,8 +32,8 @@ class Block:
     slots: Tensor
     """[G, M] int64, cache slot of key position m; positions past the run's last key repeat it, so
     that only written slots are ever read."""
-    mask: Tensor
-    """[G, Q, M] fp32, 0 where row q sees key m, -inf where it does not."""
+    hidden: Tensor
+    """[G, Q, M] bool, true where row q does not see key m."""
     is_whole: bool
     """The block is the whole step in order, one row a sequence: nothing to gather or scatter."""
     kept: Tensor | None
@@ -125,7 +125,7 @@ class Ragged:
         return Block(
             rows=torch.where(is_row, row + query, row),
             slots=slots,
-            mask=torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf),
+            hidden=hidden,
             is_whole=num_rows == 1 and [r.row for r in runs] == list(range(sum(self.query_lens))),
             kept=is_row.flatten().nonzero().squeeze(1) if is_padded else None,
         )

@@ -30,7 +30,7 @@ def _scores(block: Block, queries: Tensor, weights: Tensor, flat: Tensor) -> Ten
     per_head = torch.bmm(q.flatten(1, 2), keys.transpose(1, 2)).relu_()
     weight = block.gather(weights).view(-1, 1, weights.shape[1])
     scores = torch.bmm(weight, per_head.view(-1, weights.shape[1], num_keys))
-    return scores.view(num_groups, -1, num_keys) + block.mask
+    return scores.view(num_groups, -1, num_keys).masked_fill_(block.hidden, -torch.inf)
 
 
 BACKEND = Backend("torch", run)

@@ -6,7 +6,7 @@ from tetrad.kernels.contract import Argument, Contract, case
 
 CONTRACT = Contract(
     name="index_select",
-    summary="positions of the `topk` largest scores of each row; ties to the lowest position",
+    summary="positions of a row's `topk` largest scores; NaN first, ties to the lowest position",
     arguments=(
         Argument("scores", "[T, M]", "float32", "from index_score; -inf where a key is not seen"),
         Argument("topk", "", "int", "how many to choose at most"),

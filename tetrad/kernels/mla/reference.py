@@ -31,8 +31,8 @@ def run(
     out = queries.new_empty(*queries.shape[:2], latent_rank)
     for block in ragged.blocks:
         keys = _gather(flat, block.slots)
-        bias = block.mask.unsqueeze(2)
-        attended = _attend(block.gather(queries), keys, bias, scale, latent_rank)
+        hidden = block.hidden.unsqueeze(2)
+        attended = _attend(block.gather(queries), keys, hidden, scale, latent_rank)
         block.scatter(attended.to(out.dtype), out)
     return out
 
@@ -41,13 +41,12 @@ def _over_selected(
     queries: Tensor, flat: Tensor, ragged: Ragged, selected: Tensor, scale: float, latent_rank: int
 ) -> Tensor:
     slots = ragged.row_slots(selected.clamp(min=0).long())
-    bias = torch.zeros(selected.shape, device=flat.device)
-    bias = bias.masked_fill_(selected < 0, -torch.inf)[:, None, None]
+    missing = (selected < 0)[:, None, None]
     size = max(1, MAX_GATHERED_NUMBERS // (selected.shape[1] * flat.shape[1]))
     done = [
-        _attend(q.unsqueeze(1), _gather(flat, s), b, scale, latent_rank).squeeze(1)
-        for q, s, b in zip(
-            *(torch.split(part, size) for part in (queries, slots, bias)), strict=True
+        _attend(q.unsqueeze(1), _gather(flat, s), m, scale, latent_rank).squeeze(1)
+        for q, s, m in zip(
+            *(torch.split(part, size) for part in (queries, slots, missing)), strict=True
         )
     ]
     return (done[0] if len(done) == 1 else torch.cat(done)).to(queries.dtype)
@@ -58,14 +57,17 @@ def _gather(flat: Tensor, slots: Tensor) -> Tensor:
     return flat.index_select(0, slots.flatten()).view(*slots.shape, -1).float()
 
 
-def _attend(queries: Tensor, keys: Tensor, bias: Tensor, scale: float, latent_rank: int) -> Tensor:
-    """`queries` [G, Q, H, C + R] over `keys` [G, M, C + R]; `bias` broadcasts to [G, Q, H, M].
+def _attend(
+    queries: Tensor, keys: Tensor, hidden: Tensor, scale: float, latent_rank: int
+) -> Tensor:
+    """`queries` [G, Q, H, C + R] over `keys` [G, M, C + R]; `hidden` broadcasts to [G, Q, H, M].
 
     Returns fp32 [G, Q, H, C].
     """
     num_groups, num_rows, num_heads, _ = queries.shape
     scores = torch.bmm(queries.float().flatten(1, 2), keys.transpose(1, 2)) * scale
-    weights = (scores.view(num_groups, num_rows, num_heads, -1) + bias).softmax(-1)
+    scores = scores.view(num_groups, num_rows, num_heads, -1).masked_fill_(hidden, -torch.inf)
+    weights = scores.softmax(-1)
     attended = torch.bmm(weights.flatten(1, 2), keys[..., :latent_rank])
     return attended.view(num_groups, num_rows, num_heads, latent_rank)
 
