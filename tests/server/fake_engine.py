@@ -61,7 +61,10 @@ class FakeEngine:
             "max_total_tokens": 4096,
             "max_running_requests": 4,
             "memory": {"weight_bytes": 2_500_000, "cache_bytes": 2**30, "free_bytes": 2**31},
-            "weights": {"nvfp4": {"memory_bytes": 1500}, "bf16": {"memory_bytes": 2_498_500}},
+            "weights": {
+                "nvfp4": {"memory_bytes": 1500, "stored_bytes": 400},
+                "bf16": {"memory_bytes": 2_498_500, "stored_bytes": 2_498_500},
+            },
             "device": {"name": "abacus", "kind": "cpu", "memory_bytes": 8_000_000_000},
             "dtype": "float32",
             "mem_fraction_static": 0.3,

@@ -54,9 +54,7 @@ class Console:
 
 def _facts(info: dict[str, Any]) -> list[str]:
     device, memory = info["device"], info["memory"]
-    stored = ", ".join(
-        f"{_size(held['memory_bytes'])} {name}" for name, held in info["weights"].items()
-    )
+    stored = ", ".join(_held(name, held) for name, held in info["weights"].items())
     lines = [
         f"  device   {device['name']} ({device['kind']}, {_size(device['memory_bytes'])}), "
         f"{info['dtype']}",
@@ -66,6 +64,12 @@ def _facts(info: dict[str, Any]) -> list[str]:
         f"{info['max_running_requests']} requests at once",
     ]
     return lines + _kernels(info["backends"])
+
+
+def _held(name: str, held: dict[str, int]) -> str:
+    """Memory of one format; also its size in the checkpoint where a backend changed it."""
+    memory, stored = _size(held["memory_bytes"]), _size(held["stored_bytes"])
+    return f"{memory} {name}" + (f" (stored in {stored})" if memory != stored else "")
 
 
 def _kernels(backends: list[dict[str, Any]]) -> list[str]:
