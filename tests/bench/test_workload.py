@@ -159,5 +159,8 @@ def test_options_that_cannot_be(values, sentence: str):
 
 def test_where_the_server_is():
     assert BenchServeConfig().url == "http://127.0.0.1:30000"
+    for address in ("h:1", "h:1/", "http://h:1/v1", "http://h:1/v1/"):
+        assert BenchServeConfig(base_url=address).url == "http://h:1", address
+    assert BenchServeConfig(base_url="https://h/proxy/v1").url == "https://h/proxy"
     assert BenchServeConfig(backend="vllm-chat").url == "http://127.0.0.1:8000"
     assert BenchServeConfig(base_url="http://far:1/", port=7).url == "http://far:1"

@@ -27,6 +27,13 @@ DatasetName = Literal["random-ids", "random", "custom"]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
+def server_url(address: str) -> str:
+    """The root of a server as people write it: `host:port` without a scheme, or the `/v1` that
+    OpenAI's clients want at the end."""
+    url = address if "://" in address else f"http://{address}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class BenchServeConfig(Config):
     """A run of the load generator."""
 
@@ -183,7 +190,7 @@ class BenchServeConfig(Config):
     def url(self) -> str:
         """Where the server is, without a slash at the end."""
         if self.base_url is not None:
-            return self.base_url.rstrip("/")
+            return server_url(self.base_url)
         port = self.port or (8000 if self.backend.startswith("vllm") else 30000)
         return f"http://{self.host}:{port}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tetrad.bench.options import server_url
 from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import ServerChoice
 from tetrad.core.errors import EngineDiedError, TetradError, UserError
@@ -38,7 +40,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def server(choice: ServerChoice, narrator: Narrator) -> Iterator[str]:
     """Address of a server that answers; one that was started is ended with the block."""
     if choice.url is not None:
-        yield choice.url.rstrip("/")
+        yield server_url(choice.url)
     elif choice.model is None and is_tetrad(USUAL_URL, choice.api_key):
         yield USUAL_URL
     else:
@@ -78,7 +80,8 @@ def started(model: Path | None, api_key: str | None, narrator: Narrator) -> Iter
         log = Path(folder, "server.log")
         with log.open("wb") as output:
             child = subprocess.Popen(
-                _command(model, api_key, port),
+                _command(model, port),
+                env=os.environ if api_key is None else os.environ | {"TETRAD_API_KEY": api_key},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -100,11 +103,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(model: Path | None, api_key: str | None, port: int) -> list[str]:
+def _command(model: Path | None, port: int) -> list[str]:
+    """Without the key, which everyone on the machine could read in a command line."""
     command = [sys.executable, "-m", "tetrad.cli.main", "serve"]
     command += [] if model is None else [str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    return command if api_key is None else [*command, "--api-key", api_key]
+    return [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
 
 
 def _end_with_parent() -> None:
