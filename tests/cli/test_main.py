@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import tetrad as package
+from tetrad.cli import sglang_flags
 from tetrad.cli.flags import all_flags
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import BenchFailure, CapacityError, ConfigError, EngineDiedError
@@ -86,6 +87,13 @@ def test_flags_are_the_fields_and_their_aliases():
         assert flag in flags
 
 
+def test_no_flag_of_serve_is_said_to_be_missing():
+    flags = [flag.removeprefix("serve:") for flag in all_flags() if flag.startswith("serve:")]
+    assert flags
+    assert not [flag for flag in flags if sglang_flags.reason(flag) is not None]
+    assert sglang_flags.reason("--dpx") is None
+
+
 def test_serve_gets_its_configuration(tetrad, monkeypatch):
     seen: list[ServeConfig] = []
 
@@ -115,9 +123,15 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--port", "x"], 'Invalid value for --port: unable to convert "x" into int.'),
         (["serve", "--port", "70000"], "--port 70000: input should be less than or equal to 65535"),
         (["serve", "--device", "gpu"], 'Choose from: "auto", "cpu", "cuda".'),
-        (["serve", "a", "b"], "Unused Tokens: ['b']."),
+        (["serve", "a", "b"], "Too many words, from 'b' on"),
+        (["chat", "What", "is", "3+5"], "from 'is 3+5' on; quote a text of several."),
+        (["serve", "--trust-remote-code"], "tetrad serve has no --trust-remote-code: nothing in"),
+        (["serve", "--dp-size=2"], "tetrad serve has no --dp-size: this version runs on one"),
+        (["serve", "--speculative-algorithm", "EAGLE"], "this version does not speculate"),
+        (["bench", "serve", "--profile"], "`tetrad bench serve --help` lists all."),
         (["chat", "--url", "u", "--model", "m"], "--model starts a server and --url uses one"),
-        (["eval", "--kinds", "sum22"], "there is no kind 'sum22'. Did you mean 'sum2'?"),
+        (["eval", "--kinds", "sum2", "sum22"], "--kinds sum2 sum22: there is no kind 'sum22'."),
+        (["eval", "--kinds", "sum22"], "there is no kind 'sum22'. Did you mean 'sum2'?\n"),
         (["bench", "serve", "--random-in-len", "4"], "Did you mean --random-input-len?"),
         (["bench", "serve", "--output-file", "no/such/f"], "there is no such folder"),
     ],

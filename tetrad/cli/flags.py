@@ -71,14 +71,24 @@ def _flag(name: str, field: FieldInfo, group: Group) -> Parameter:
         group=group,
         negative="",
         env_var=extra.get("env"),
-        show_default=not (
-            field.is_required()
-            or field.default is None
-            or field.default is False
-            or field.default == ()
-        ),
+        show_default=_shown if _has_default(field) else False,
         consume_multiple=True if typing.get_origin(field.annotation) is tuple else None,
     )
+
+
+def _has_default(field: FieldInfo) -> bool:
+    """Whether the flag stands for a value when it is left out."""
+    return not (
+        field.is_required()
+        or field.default is None
+        or field.default is False
+        or field.default == ()
+    )
+
+
+def _shown(default: Any) -> str:
+    """As it would be typed."""
+    return " ".join(default) if isinstance(default, tuple) else str(default)
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

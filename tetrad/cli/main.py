@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from tetrad import __version__
+from tetrad.cli import sglang_flags
 from tetrad.core.errors import TetradError, UserError
 
 INTERRUPTED = 130
@@ -86,7 +87,10 @@ def run(tokens: list[str]) -> int:
     except UnknownOptionError as error:
         if (longer := _expand(tokens, error)) is not None:
             return run(longer)
-        raise UserError(_sentence(error)) from None
+        raise UserError(_unknown(error)) from None
+    except UnusedCliTokensError as error:
+        words = " ".join(error.unused_tokens or ())
+        raise UserError(f"Too many words, from {words!r} on; quote a text of several.") from None
     except CycloptsError as error:
         raise UserError(_sentence(error)) from None
     return result if isinstance(result, int) else 0
@@ -107,6 +111,15 @@ def _expand(tokens: list[str], error: UnknownOptionError) -> list[str] | None:
 def _replace(token: str, short: str, longer: str) -> str:
     flag, equals, value = token.partition("=")
     return longer + equals + value if flag == short else token
+
+
+def _unknown(error: UnknownOptionError) -> str:
+    """Why SGLang has the flag and Tetrad has not, else the nearest one and where to look."""
+    verb = " ".join(error.command_chain or ())
+    flag = (error.token.keyword or error.token.value).partition("=")[0]
+    if verb == "serve" and (why := sglang_flags.reason(flag)) is not None:
+        return f"tetrad serve has no {flag}: {why}."
+    return f"{_sentence(error)} `tetrad {verb} --help` lists all."
 
 
 def _sentence(error: CycloptsError) -> str:

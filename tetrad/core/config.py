@@ -33,13 +33,16 @@ class Config(BaseModel):
 def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
+    end = "" if message.endswith((".", "?")) else "."
     if not first["loc"]:
-        return f"{message[0].upper()}{message[1:]}."
+        return f"{message[0].upper()}{message[1:]}{end}"
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return f"Unknown option {name!r}.{nearest(name, cls.model_fields)}"
     flag = "--" + name.replace("_", "-")
-    return f"{flag} {first['input']}: {message[0].lower()}{message[1:]}."
+    value = first["input"]
+    shown = " ".join(value) if isinstance(value, tuple) else value
+    return f"{flag} {shown}: {message[0].lower()}{message[1:]}{end}"
 
 
 def option(
@@ -164,7 +167,7 @@ class ServeConfig(Config):
     )
     attention_backend: str = option("auto", "Backend of attention.", group="Kernels", tune=True)
     random_seed: int = option(
-        0, "Seed of requests that bring none of their own.", group="Kernels", ge=0, le=2**63 - 1
+        0, "Seed of requests that bring none of their own.", group="Model", ge=0, le=2**63 - 1
     )
 
     host: str = option("127.0.0.1", "Address to listen on.")

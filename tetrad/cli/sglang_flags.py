@@ -1,0 +1,45 @@
+"""Flags of SGLang's launch scripts that `tetrad serve` does without, each with the reason.
+
+A script that is carried over stops at the first of them; the reason says whether leaving it out
+changes anything.
+"""
+
+from __future__ import annotations
+
+REASONS = {
+    "--trust-remote-code": "nothing in a model folder is executed; leave it out",
+    "--tokenizer-": "the tokenizer is the model folder's; leave it out",
+    "--load-format": "weights are read from safetensors only; leave it out",
+    "--quantization": "the format of each tensor is read from the checkpoint; leave it out",
+    "--kv-cache-dtype": "the cache has the type of --dtype; leave it out",
+    "--page-size": "a page always has 64 tokens; leave it out",
+    "--max-prefill-tokens": "--chunked-prefill-size is the token budget of a step",
+    "--enable-mixed-chunk": "prompts and running requests always share a step; leave it out",
+    "--enable-metrics": "/metrics is always there; leave it out",
+    "--watchdog-timeout": "--step-timeout takes its place",
+    "--nsa-": "--attention-backend chooses for all of attention",
+    "--speculative-": "this version does not speculate; without it answers are the same, later",
+    "--disable-cuda-graph": "this version records no CUDA graphs; leave it out",
+    "--cuda-graph-": "this version records no CUDA graphs; leave it out",
+    "--dp": "this version runs on one device; leave it out",
+    "--data-parallel-size": "this version runs on one device; leave it out",
+    "--enable-dp-": "this version runs on one device; leave it out",
+    "--ep": "this version runs on one device; leave it out",
+    "--expert-parallel-size": "this version runs on one device; leave it out",
+    "--pp": "this version runs on one device; leave it out",
+    "--pipeline-parallel-size": "this version runs on one device; leave it out",
+    "--moe-a2a-backend": "this version runs on one device; leave it out",
+    "--nnodes": "this version runs on one device; leave it out",
+    "--dist-": "this version runs on one device; leave it out",
+    "--disaggregation-": "one process computes prompts and answers; leave it out",
+}
+"""Beginning of a flag → why there is none. One that ends with its whole last word, such as `--dp`,
+also stands for that word with a suffix: `--dp-size`."""
+
+
+def reason(flag: str) -> str | None:
+    """Why `tetrad serve` has no such flag, or None when it is not SGLang's or not listed."""
+    for start, why in REASONS.items():
+        if flag == start or flag.startswith(start if start.endswith("-") else f"{start}-"):
+            return why
+    return None
