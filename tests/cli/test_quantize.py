@@ -39,6 +39,10 @@ def test_the_table_shows_errors_and_sizes(tetrad: Run, source: Path, tmp_path: P
         assert row["kind"] in line
         assert {f"{row['rms_error_mean']:.4f}", f"{row['rms_error_max']:.4f}"} <= set(line)
     assert "as is" in next(line for line in out.splitlines() if "lm_head" in line)
+    assert "it needs a tokenizer.json, which SOURCE does not have" in out
+    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
+    code, out, err = tetrad("quantize", str(source), str(tmp_path / "out"), "--force")
+    assert code == 0
     assert f"tetrad serve {tmp_path / 'out'}" in " ".join(out.split())
     assert "Quantising: " in err
     assert "GB/s" in err

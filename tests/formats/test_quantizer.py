@@ -217,7 +217,7 @@ def refused(kind: type[UserError], source: Path, target: Path, *args: Any, **kwa
 def test_in_and_out_must_differ(source: Path, tmp_path: Path):
     (tmp_path / "link").symlink_to(source)
     for target in (source, tmp_path / "in" / ".." / "in", tmp_path / "link"):
-        with pytest.raises(ConfigError, match="IN and OUT are both"):
+        with pytest.raises(ConfigError, match="SOURCE and TARGET are both"):
             run(source, target, force=True)
 
 

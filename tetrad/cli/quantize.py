@@ -1,4 +1,4 @@
-"""`tetrad quantize IN OUT`."""
+"""`tetrad quantize SOURCE TARGET`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from tetrad.core.errors import UnsupportedError
 from tetrad.formats.options import QuantizeConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tetrad.formats.quantize_report import QuantizeReport
 
 
@@ -30,8 +32,14 @@ def _quantize(config: QuantizeConfig) -> int:
             on_bytes=progress,
         )
     _print(report)
-    print(f"Written to {config.target}; start it with: tetrad serve {config.target}")
+    print(f"Written to {config.target}; {_next_step(config.target)}")
     return 0
+
+
+def _next_step(target: Path) -> str:
+    if (target / "tokenizer.json").is_file():
+        return f"start it with: tetrad serve {target}"
+    return "it needs a tokenizer.json, which SOURCE does not have, before it can be served."
 
 
 def _device(asked: str) -> str:

@@ -85,11 +85,11 @@ def run(
 
 def _check_folders(source: Path, target: Path, force: bool) -> None:
     if source.resolve() == target.resolve():
-        raise ConfigError(f"IN and OUT are both {source}; give another folder for OUT.")
+        raise ConfigError(f"SOURCE and TARGET are both {source}; give another TARGET.")
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConfigError(f"{target} is a file; OUT must be a folder.")
+        raise ConfigError(f"{target} is a file; TARGET must be a folder.")
     if any(target.iterdir()) and not force:
         raise ConfigError(f"{target} is not empty; --force replaces the checkpoint in it.")
 
