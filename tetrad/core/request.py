@@ -55,8 +55,6 @@ class Request:
     prompt_ids: tuple[int, ...]
     """Token ids, at least one."""
     sampling: SamplingParams
-    priority: int = 0
-    """Reserved for scheduling policies; requests are served first come, first served."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,10 +82,6 @@ class Checkpoint:
         """Every stored tensor's name, sorted."""
         return sorted(self._catalogue)
 
-    def has(self, name: str) -> bool:
-        """Whether a tensor of this name is stored."""
-        return name in self._catalogue
-
     def stored(self, name: str) -> StoredTensor:
         """What the header says about `name`, which must be one of `names`."""
         return self._catalogue[name]

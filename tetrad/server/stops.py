@@ -43,11 +43,6 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    @property
-    def num_held(self) -> int:
-        """Characters held back."""
-        return len(self._held)
-
 
 class _Automaton:
     """How much of `pattern` the text read so far ends with."""
