@@ -201,7 +201,7 @@ async def test_other_models_paths_and_methods(client: httpx.AsyncClient):
     assert response.json()["error"]["param"] == "model"
     assert "/v1/chat/completions" in sentence(await client.get("/v1/chat/completion"), 404)
     response = await client.get(CHAT)
-    assert "GET is not possible" in sentence(response, 405)
+    assert "GET is not possible on '/v1/chat/completions'; POST is." in sentence(response, 405)
     assert response.headers["allow"] == "POST"
 
 

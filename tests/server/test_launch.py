@@ -100,7 +100,7 @@ def test_a_taken_port_is_told_before_the_model_is_loaded():
             assert server.end() == 2
             server.wait_for("--port 0 for a free one")
             (line,) = server.said.splitlines()
-            assert line.startswith(f"Error: Port {port} on 127.0.0.1 cannot be had")
+            assert line.startswith(f"error: Port {port} on 127.0.0.1 cannot be had")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_one_sentence(fields: dict[str, Any], message: str):
 def test_an_engine_that_refuses_the_model_ends_the_server_with_its_sentence():
     with serving("refuses") as server:
         assert server.end() == 2
-        server.wait_for(r"Error: model\.norm\.weight is missing\.")
+        server.wait_for(r"error: model\.norm\.weight is missing\.")
         assert "Traceback" not in server.said
 
 
@@ -199,5 +199,5 @@ def test_an_engine_that_dies_or_sticks_ends_everything_with_the_reason(
             # A stuck engine may have ended the server before this request came.
             assert behaviour == "sticks"
         assert server.end() == 5
-        server.wait_for(f"Error: {message}")
+        server.wait_for(f"error: {message}")
         assert "Traceback" not in server.said

@@ -123,7 +123,10 @@ def notes(plan: Plan, run: BenchRun, answers: Sequence[Answer]) -> Iterator[str]
     yield from _counting_notes(run, answers)
     late_ms = run.latencies.queue_ms.p99
     if plan.config.max_concurrency is None and late_ms > LATE_SHARE * run.latencies.e2e_ms.mean:
-        yield f"1 % of the requests left the client more than {late_ms:.0f} ms late."
+        yield (
+            f"the client sent requests up to {late_ms:.1f} ms (P99) after they were due; it may "
+            "have been too busy."
+        )
 
 
 def _counting_notes(run: BenchRun, answers: Sequence[Answer]) -> Iterator[str]:

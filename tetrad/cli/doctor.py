@@ -165,10 +165,10 @@ def _machine_table(machine: Machine) -> Table:
     table = Table(title="Machine", title_justify="left", show_header=False)
     table.add_row("system", machine.system)
     table.add_row("processor", f"{machine.processor}, {machine.num_cores} logical cores")
-    memory = f"{machine.memory_bytes / 2**30:.1f} GiB, {machine.available_bytes / 2**30:.1f} free"
+    memory = f"{machine.memory_bytes / 1e9:.1f} GB, {machine.available_bytes / 1e9:.1f} free"
     table.add_row("memory", memory)
     for gpu in machine.gpus:
-        free = f"{gpu.memory_bytes / 2**30:.0f} GiB, {gpu.free_bytes / 2**30:.0f} free"
+        free = f"{gpu.memory_bytes / 1e9:.0f} GB, {gpu.free_bytes / 1e9:.0f} free"
         table.add_row(
             "GPU", f"{gpu.name}, capability {gpu.capability}, {free}, driver {gpu.driver}"
         )

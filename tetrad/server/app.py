@@ -145,10 +145,11 @@ class _Failures:
 async def _of_http(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    known = ", ".join(route.path for route in ROUTES)
+    known = ", ".join(route.path for route in ROUTES if "{" not in route.path)
+    allowed = (error.headers or {}).get("Allow", "another method")
     message = {
         404: f"There is no {request.url.path[:200]!r} here; there are {known}.",
-        405: f"{request.method} is not possible on {request.url.path[:200]!r}.",
+        405: f"{request.method} is not possible on {request.url.path[:200]!r}; {allowed} is.",
     }.get(error.status_code, str(error.detail))
     return error_response(message, error.status_code, headers=dict(error.headers or {}))
 

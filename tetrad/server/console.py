@@ -26,7 +26,7 @@ class Console:
 
     def error(self, text: str) -> None:
         """One line that says what is wrong."""
-        self.say(f"Error: {text}")
+        self.say(f"error: {text}")
 
     def progress(self, progress: EngineProgress) -> None:
         """A new phase is a new line; its details are shown where they can rewrite it."""

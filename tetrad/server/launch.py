@@ -67,7 +67,9 @@ def _resolve(config: ServeConfig) -> ServeConfig:
         )
     folder = config.model or embedded_model()
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; MODEL is a folder with config.json.")
+        raise ConfigError(
+            f"{folder} is not a folder; MODEL is a folder with config.json (nothing is downloaded)."
+        )
     name = config.served_model_name or folder.resolve().name
     return config.model_copy(update={"model": folder, "served_model_name": name})
 
