@@ -125,7 +125,7 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--device", "gpu"], 'Choose from: "auto", "cpu", "cuda".'),
         (["serve", "a", "b"], "Too many words, from 'b' on"),
         (["chat", "What", "is", "3+5"], "from 'is 3+5' on; quote a text of several."),
-        (["serve", "--trust-remote-code"], "tetrad serve has no --trust-remote-code: nothing in"),
+        (["serve", "--trust-remote-code"], "tetrad serve has no --trust-remote-code: no code in"),
         (["serve", "--dp-size=2"], "tetrad serve has no --dp-size: this version runs on one"),
         (["serve", "--speculative-algorithm", "EAGLE"], "this version does not speculate"),
         (["bench", "serve", "--profile"], "`tetrad bench serve --help` lists all."),

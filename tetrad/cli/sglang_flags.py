@@ -7,7 +7,7 @@ changes anything.
 from __future__ import annotations
 
 REASONS = {
-    "--trust-remote-code": "nothing in a model folder is executed; leave it out",
+    "--trust-remote-code": "no code in a model folder is run; leave it out",
     "--tokenizer-": "the tokenizer is the model folder's; leave it out",
     "--load-format": "weights are read from safetensors only; leave it out",
     "--quantization": "the format of each tensor is read from the checkpoint; leave it out",
