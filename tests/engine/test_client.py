@@ -84,6 +84,17 @@ async def test_a_live_rid_is_refused(client: EngineClient):
     await stream.aclose()
 
 
+async def test_a_left_request_says_nothing_to_the_next_of_its_rid(client: EngineClient):
+    for seed in range(20):
+        left = client.generate(make_request("again", 5, 500))
+        await anext(left)
+        await left.aclose()
+        request = make_request("again", [1, 2, 3], 5, seed=seed)
+        outputs = await collect(client, request)
+        assert [t for o in outputs for t in o.token_ids] == expected_output(request, seed)
+        assert {o.rid for o in outputs} == {"again"}
+
+
 async def test_leaving_early_aborts_in_the_engine(client: EngineClient):
     stream = client.generate(make_request("left", 5, 500))
     await anext(stream)

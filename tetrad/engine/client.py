@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,7 +66,10 @@ class EngineClient:
         """Done when the engine ended unasked; the result is the error open requests got."""
         self._on_progress = on_progress
         self._ready: asyncio.Future[None] = loop.create_future()
+        self._live_rids: set[str] = set()
         self._streams: dict[str, asyncio.Queue[RequestOutput | TetradError]] = {}
+        """By the name that the request has in the engine."""
+        self._num_requests = 0
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
         self._is_stopping = False
@@ -109,25 +113,32 @@ class EngineClient:
 
         Raises RequestError before the first output if the engine refuses the request, and
         EngineDiedError if the engine dies. Leaving the iterator early aborts the request.
+
+        In the engine the request has a name of its own, never used again: what the engine still
+        sends for one that was left must not reach a later one of the same rid.
         """
-        if request.rid in self._streams:
+        if request.rid in self._live_rids:
             raise RequestError(f"Request id {request.rid!r} is already running.", param="rid")
-        stream = self._streams[request.rid] = asyncio.Queue()
+        self._num_requests += 1
+        name = f"{self._num_requests}.{request.rid}"
+        self._live_rids.add(request.rid)
+        stream = self._streams[name] = asyncio.Queue()
         is_over = False
         try:
-            self._send(AddRequests([request]))
+            self._send(AddRequests([replace(request, rid=name)]))
             while not is_over:
                 item = await stream.get()
                 if isinstance(item, TetradError):
                     is_over = True
                     raise item
                 is_over = item.finish is not None
-                yield item
+                yield replace(item, rid=request.rid)
         finally:
-            del self._streams[request.rid]
+            self._live_rids.remove(request.rid)
+            del self._streams[name]
             if not is_over:
                 with contextlib.suppress(EngineDiedError):
-                    self._send(AbortRequests([request.rid]))
+                    self._send(AbortRequests([name]))
 
     async def flush_cache(self) -> tuple[bool, str]:
         """Empty the prefix cache. False with the reason while anything runs or waits."""
