@@ -205,6 +205,14 @@ async def test_other_models_paths_and_methods(client: httpx.AsyncClient):
     assert response.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("name", ["self", "args", "context", "range", "strftime_now", "", "a b"])
+async def test_template_variables_have_any_name(client: httpx.AsyncClient, name: str):
+    response = await client.post(
+        CHAT, json={"messages": USER, "chat_template_kwargs": {name: [1, {"self": None}]}}
+    )
+    assert response.status_code == 200, response.text
+
+
 async def test_what_client_libraries_add_is_ignored(client: httpx.AsyncClient):
     extras = {
         "user": "u",

@@ -42,7 +42,7 @@ def test_the_embedded_template_renders_as_in_hugging_face(kwargs: dict[str, Any]
     )
     ours = ChatTemplate.from_folder(embedded_model())
     assert ours is not None
-    assert ours.render(CONVERSATION, tools=tools, **kwargs) == theirs
+    assert ours.render(CONVERSATION, tools, kwargs) == theirs
 
 
 def test_the_environment_is_the_one_templates_were_written_for():

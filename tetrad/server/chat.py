@@ -40,7 +40,7 @@ async def _choices(service: Service, body: ChatBody, answer_id: str) -> list[Cho
     model = service.model
     tools = body.active_tools
     messages = [message.for_template() for message in body.messages]
-    prompt = model.render(messages, tools=tools or None, **_template_variables(body))
+    prompt = model.render(messages, tools or None, _template_variables(body))
     (ids,) = await model.encode([prompt], add_special_tokens=False)
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
     is_inside = starts_inside(prompt)

@@ -54,18 +54,22 @@ class ChatTemplate:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
-        **kwargs: Any,
+        variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt, ready for the assistant's turn.
+        """The prompt, ready for the assistant's turn. `variables`: more for the template to see,
+        under any names.
 
         Raises RequestError when the template refuses these messages.
         """
         try:
             return self._template.render(
-                **(self._variables | kwargs),
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=True,
+                {
+                    **self._variables,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": True,
+                }
             )
         except _RENDER_ERRORS as error:
             detail = str(error) or type(error).__name__

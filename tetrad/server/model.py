@@ -77,7 +77,12 @@ class ServedModel:
             param="model",
         )
 
-    def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+    ) -> str:
         """Messages as a prompt. Raises RequestError."""
         if self.template is None:
             raise RequestError(
@@ -85,7 +90,7 @@ class ServedModel:
                 "server with --chat-template.",
                 param="messages",
             )
-        return self.template.render(messages, **kwargs)
+        return self.template.render(messages, tools, variables)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts of any length."""
