@@ -53,7 +53,7 @@ async def test_whole_answers_and_batches(client: httpx.AsyncClient, tokenizer: T
     ids = tokenizer.encode("3+5", add_special_tokens=False)
     one = await post(client, input_ids=ids)
     assert one["text"] == "3+5"
-    assert one["output_ids"] == ids
+    assert one["output_ids"] == [*ids, EOS]
     assert one["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
     assert one["meta_info"]["completion_tokens"] == 4
     many = await post(client, input_ids=[ids, ids[:1]])
@@ -88,7 +88,22 @@ async def test_logprobs(client: httpx.AsyncClient):
     answer = await post(client, text="35", return_logprob=True, top_logprobs_num=2)
     meta = answer["meta_info"]
     assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert len(answer["output_ids"]) == meta["completion_tokens"] == 3
     assert meta["output_top_logprobs"][0] == [[-0.5, 0, None], [-1.5, 1, None]]
+
+
+async def test_every_token_has_its_logprob_also_those_that_leave_no_text(
+    client: httpx.AsyncClient,
+):
+    sampling = {"stop": "53"}
+    chunks = await post(
+        client, text="3533", sampling_params=sampling, return_logprob=True, stream=True
+    )
+    for chunk in chunks:
+        meta = chunk["meta_info"]
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == chunk["output_ids"]
+        assert len(chunk["output_ids"]) == meta["completion_tokens"]
+    assert (chunks[-1]["text"], len(chunks[-1]["output_ids"])) == ("3", 3)
 
 
 async def test_steps_whose_text_waits_still_count(

@@ -73,7 +73,7 @@ def test_the_end_token_is_never_text_even_if_special_tokens_are_shown(tokenizer:
     ids = tokenizer.encode("8", add_special_tokens=False)
     whole = run(session, outputs([*ids, EOS], 1, Finish("stop", matched_token=EOS)))
     assert whole.content == "8"
-    assert whole.token_ids == ids
+    assert whole.token_ids == [*ids, EOS]
 
 
 def test_a_cut_answer_with_calls_is_still_cut(tokenizer: Tokenizer):

@@ -1,11 +1,13 @@
 """Log-probabilities in the shapes clients read.
 
-A token's text offset is the number of characters before it in the text of its choice. Tokens of a
-stop string are not reported, like the string itself, so entries wait as long as their text waits.
+A token's text offset is the number of characters before it in the text of its choice. Where readers
+of text are told, tokens of a stop string are not reported, like the string itself, so entries wait
+as long as their text waits. SGLang's native route reports every token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +56,12 @@ def completion_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict
     }
 
 
-def native_logprobs(entries: list[TokenEntry]) -> dict[str, Any]:
-    """The `meta_info` fields of SGLang: [logprob, token id, null] per token."""
+def native_logprobs(values: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The `meta_info` fields of SGLang: [logprob, token id, null] per entry of `output_ids`."""
     return {
-        "output_token_logprobs": [
-            [max(e.values.logprob, LOWEST), e.values.token_id, None] for e in entries
-        ],
+        "output_token_logprobs": [[max(v.logprob, LOWEST), v.token_id, None] for v in values],
         "output_top_logprobs": [
-            [[max(value, LOWEST), token_id, None] for token_id, value in e.values.top] or None
-            for e in entries
+            [[max(value, LOWEST), token_id, None] for token_id, value in v.top] or None
+            for v in values
         ],
     }

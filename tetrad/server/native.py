@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.errors import RequestError
-from tetrad.core.request import SamplingParams
+from tetrad.core.request import SamplingParams, TokenLogprob
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
 from tetrad.server.encoding import event
-from tetrad.server.logprobs import TokenEntry, native_logprobs
+from tetrad.server.logprobs import native_logprobs
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
@@ -105,13 +105,13 @@ class _Draft:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: ChoiceFinish | None = None
 
     def add(self, delta: Delta) -> None:
         self.text += delta.content
         self.token_ids += delta.token_ids
-        self.entries += delta.entries
+        self.logprobs += delta.logprobs
         self.finish = delta.finish
 
 
@@ -166,7 +166,7 @@ class _Answer:
         if draft.finish is not None:
             meta["e2e_latency"] = time.perf_counter() - self._arrived_at
         if self._body.return_logprob:
-            meta |= native_logprobs(draft.entries)
+            meta |= native_logprobs(draft.logprobs)
         return meta
 
 

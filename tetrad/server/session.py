@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tetrad.core.errors import CapacityError, TetradError
-from tetrad.core.request import Finish, RequestOutput
+from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.server.logprobs import TokenEntry
 from tetrad.server.reasoning import Piece, ReasoningParser
 from tetrad.server.stops import StopMatcher
@@ -42,9 +42,11 @@ class Delta:
     reasoning: str = ""
     tool_calls: list[ToolDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    """The new tokens themselves, without the end token."""
+    """The new tokens themselves, end token and tokens of a stop string included."""
+    logprobs: Sequence[TokenLogprob] = ()
+    """Of each of `token_ids`, if asked for."""
     entries: list[TokenEntry] = field(default_factory=list)
-    """Log-probabilities whose text is certain."""
+    """Log-probabilities whose text is certain, for readers of text."""
     finish: ChoiceFinish | None = None
 
     @property
@@ -142,18 +144,22 @@ class Session:
         self.cached_tokens = output.cached_tokens
         self.num_preemptions = output.num_preemptions
         delta = Delta()
+        self._take(output, delta)
+        delta.logprobs = output.logprobs[: len(delta.token_ids)]
+        return delta
+
+    def _take(self, output: RequestOutput, delta: Delta) -> None:
         for position, token_id in enumerate(_text_tokens(output)):
             if output.logprobs:
                 self._waiting.append(TokenEntry(output.logprobs[position], self._num_characters))
             self._token(token_id, delta)
             if self._stops.matched is not None:
                 self._close(delta, "stop", self._stops.matched)
-                return delta
+                return
         if output.finish is not None:
             self._finished(output.finish, delta)
         else:
             self._report(delta)
-        return delta
 
     def _token(self, token_id: int, delta: Delta) -> None:
         self.completion_tokens += 1
@@ -171,7 +177,9 @@ class Session:
             self._answer.feed(text, delta)
 
     def _finished(self, finish: Finish, delta: Delta) -> None:
-        self.completion_tokens += finish.matched_token is not None
+        if finish.matched_token is not None:
+            self.completion_tokens += 1
+            delta.token_ids.append(finish.matched_token)
         text = self._detokenizer.flush()
         self._num_characters += len(text)
         self._read(self._stops.feed(text), delta)
