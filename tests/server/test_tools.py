@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tetrad.server.tool_schema import argument_kinds
 from tetrad.server.tools import MARKERS, ToolDelta, ToolParser
 
 TOOLS: list[dict[str, Any]] = [
@@ -191,3 +192,13 @@ def test_a_schema_that_refers_to_itself_is_no_trap():
     tools = [{"type": "function", "function": {"name": "f", "parameters": loop}}]
     parser = ToolParser(tools, lambda: "call_0")
     assert collect(parser.feed(call("f", x="1"))) == ("", [("f", '{"x": 1}')])
+
+
+def test_schemas_that_branch_into_each_other_are_no_trap():
+    """Followed naively, 100 branches at each of many levels would never end."""
+    branches = [{"$ref": "#/properties/x"}] * 100
+    parameters = {
+        "properties": {"x": {"anyOf": branches}, "y": {"oneOf": [{"type": "string"}] * 9}}
+    }
+    assert argument_kinds(parameters, "x") == frozenset()
+    assert argument_kinds(parameters, "y") == {"string"}

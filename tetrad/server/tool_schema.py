@@ -13,8 +13,8 @@ import msgspec
 ANY: frozenset[str] = frozenset()
 """No type is known."""
 
-MAX_DEPTH = 8
-"""Schemas are followed no deeper: they come from clients and may refer to themselves."""
+MAX_SCHEMAS = 256
+"""No more are looked at for one argument: they come from clients and may refer to each other."""
 
 
 def argument_kinds(parameters: Any, key: str) -> frozenset[str]:
@@ -22,25 +22,32 @@ def argument_kinds(parameters: Any, key: str) -> frozenset[str]:
     if not isinstance(parameters, dict):
         return ANY
     properties = parameters.get("properties")
-    schema = properties.get(key) if isinstance(properties, dict) else None
-    return _kinds(schema, parameters, MAX_DEPTH)
+    pending = [properties.get(key) if isinstance(properties, dict) else None]
+    kinds: frozenset[str] = frozenset()
+    for _ in range(MAX_SCHEMAS):
+        own, others = _look(pending.pop(), parameters)
+        if not own and not others:
+            return ANY
+        kinds |= own
+        pending += others
+        if not pending:
+            return kinds
+    return ANY
 
 
-def _kinds(schema: Any, root: dict[str, Any], depth: int) -> frozenset[str]:
-    if not isinstance(schema, dict) or depth == 0:
-        return ANY
+def _look(schema: Any, root: dict[str, Any]) -> tuple[frozenset[str], list[Any]]:
+    """The types that `schema` names, or the schemas that name them; neither if it is silent."""
+    if not isinstance(schema, dict):
+        return ANY, []
     if "type" in schema:
         kinds = schema["type"]
-        return frozenset(map(str, kinds)) if isinstance(kinds, list) else frozenset({str(kinds)})
+        return frozenset(map(str, kinds if isinstance(kinds, list) else [kinds])), []
     if isinstance(reference := schema.get("$ref"), str):
-        return _kinds(_resolve(reference, root), root, depth - 1)
+        return ANY, [_resolve(reference, root)]
     if isinstance(values := schema.get("enum"), list):
-        return frozenset(map(_kind_of, values))
+        return frozenset(map(_kind_of, values)), []
     branches = schema.get("anyOf") or schema.get("oneOf")
-    if not isinstance(branches, list):
-        return ANY
-    found = [_kinds(branch, root, depth - 1) for branch in branches]
-    return frozenset().union(*found) if all(found) else ANY
+    return ANY, branches if isinstance(branches, list) else []
 
 
 def _resolve(reference: str, root: dict[str, Any]) -> Any:
