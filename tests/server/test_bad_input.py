@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from tests.server.fake_engine import FakeEngine
 from tetrad.server import bodies
-from tetrad.server.bodies import MAX_BODY_BYTES
-from tetrad.server.protocol import ChatBody
+from tetrad.server.bodies import MAX_BODY_BYTES, Body
+from tetrad.server.native_protocol import GenerateBody
+from tetrad.server.protocol import ChatBody, CompletionBody
+from tetrad.server.text import Tokenizer
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 USER = [{"role": "user", "content": "3"}]
@@ -193,6 +196,58 @@ async def test_a_body_that_is_too_large(client: httpx.AsyncClient, monkeypatch: 
 
     assert "larger than" in sentence(await client.post(CHAT, content=unannounced()), 413)
     assert MAX_BODY_BYTES >= 2**20
+
+
+def list_schemas(node: Any) -> Iterator[dict[str, Any]]:
+    """Every list of a pydantic core schema."""
+    if isinstance(node, dict):
+        if node.get("type") == "list" and node.get("items_schema", {}).get("type") != "any":
+            yield node
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for child in node:
+            yield from list_schemas(child)
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, GenerateBody])
+def test_a_list_ends_at_its_first_mistake(body: type[Body]):
+    """A body of many megabytes would else give gigabytes of errors, and minutes of silence."""
+    schemas = list(list_schemas(body.__pydantic_core_schema__))
+    assert len(schemas) >= 4
+    assert all(schema.get("fail_fast") for schema in schemas)
+
+
+async def test_a_mapping_is_counted_before_it_is_read(client: httpx.AsyncClient):
+    bias = {f"x{i}": 1 for i in range(5000)}
+    message = sentence(await client.post(CHAT, json={"messages": USER, "logit_bias": bias}))
+    assert "at most 4096 tokens can be biased, not 5000" in message
+
+
+async def test_errors_are_short_whatever_was_sent(client: httpx.AsyncClient):
+    long = "abacus" * 100_000
+    for fields, status in (
+        ({"model": long}, 404),
+        ({"response_format": {"type": long}}, 400),
+        ({"logit_bias": {long: 1}}, 400),
+        ({"messages": [{"role": "user", "content": [{"type": long}]}]}, 400),
+    ):
+        response = await client.post(CHAT, json={"messages": USER, **fields})
+        assert len(sentence(response, status)) <= 2000
+        assert len(response.content) < 10_000
+
+
+async def test_a_hopelessly_long_text_is_not_tokenised(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    text = "x" * (256 * 32 + 1)
+    for route, fields in (
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        (COMPLETIONS, {"prompt": ["3", text]}),
+        (GENERATE, {"text": text}),
+    ):
+        message = sentence(await client.post(route, json=fields))
+        assert "a context of 256 tokens is for 8192 characters" in message
 
 
 async def test_other_models_paths_and_methods(client: httpx.AsyncClient):

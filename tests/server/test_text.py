@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,26 @@ def test_pieces_of_a_text_join_to_it_without_broken_characters(text: str):
     streamed = pieces(ids)
     assert "".join(streamed) == text
     assert sum(piece.count("\ufffd") for piece in streamed) == text.count("\ufffd")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    """The event loop is one of them."""
+    num_ticks = 0
+    is_over = threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not is_over.wait(0.001):
+            num_ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    before = num_ticks
+    TOKENIZER.encode("ab " * 300_000, add_special_tokens=False)
+    during = num_ticks - before
+    is_over.set()
+    ticker.join()
+    assert during >= 5
 
 
 @given(any_ids)

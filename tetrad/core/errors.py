@@ -75,7 +75,13 @@ class BenchFailure(TetradError):
     exit_code = 6
 
 
+MAX_NAME_CHARACTERS = 500
+"""A longer one is no misspelt name, and comparing it would take long."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest of `known`, or "" when nothing is close."""
+    if len(name) > MAX_NAME_CHARACTERS:
+        return ""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{matches[0]}'?" if matches else ""

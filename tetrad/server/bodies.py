@@ -79,7 +79,7 @@ def _reason(error: ErrorDetails) -> str:
     return message[:1].lower() + message[1:]
 
 
-_BRANCH = re.compile(r"[\w-]*[\[(].*|str|int|float|bool|list|dict|[A-Z]\w*")
+_BRANCH = re.compile(r"[\w-]*[\[(].*|constrained-\w+|str|int|float|bool|list|dict|[A-Z]\w*")
 """How pydantic names the branches of a union within a location, e.g. list[int]."""
 
 

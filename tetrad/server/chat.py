@@ -41,7 +41,8 @@ async def _choices(service: Service, body: ChatBody, answer_id: str) -> list[Cho
     tools = body.active_tools
     messages = [message.for_template() for message in body.messages]
     prompt = model.render(messages, tools or None, _template_variables(body))
-    (ids,) = await model.encode([prompt], add_special_tokens=False)
+    context_tokens = service.engine.info["context_length"]
+    (ids,) = await model.encode([prompt], add_special_tokens=False, context_tokens=context_tokens)
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
     is_inside = starts_inside(prompt)
 

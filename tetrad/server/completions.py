@@ -58,7 +58,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
             hidden_ids=hidden_ids,
         )
 
-    prompts = await model.prompt_ids(_prompts(body))
+    prompts = await model.prompt_ids(_prompts(body), service.engine.info["context_length"])
     with_params = [(ids, params(len(ids))) for ids in prompts]
     return make_choices(answer_id, with_params, body.n or 1, session)
 

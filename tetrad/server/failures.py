@@ -10,6 +10,8 @@ from starlette.responses import Response
 from tetrad.core.errors import CapacityError, EngineDiedError, RequestError, TetradError
 from tetrad.server.encoding import json_bytes
 
+MAX_CHARACTERS = 2000
+
 _KINDS = {
     401: ("authentication_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
@@ -26,10 +28,16 @@ def http_status(error: TetradError) -> int:
 
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """{"error": {...}} as OpenAI's clients read it."""
+    """{"error": {...}} as OpenAI's clients read it. What a client sent may be in the message, but
+    not whatever its length."""
     default = ("invalid_request_error", None) if status < 500 else ("server_error", None)
     kind, code = _KINDS.get(status, default)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    field = None if param is None else _shortened(param)
+    return {"error": {"message": _shortened(message), "type": kind, "param": field, "code": code}}
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
 
 
 def body_of(error: TetradError) -> dict[str, Any]:

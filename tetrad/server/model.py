@@ -21,6 +21,8 @@ from tetrad.server.text import Tokenizer
 
 LONG_TEXT_CHARACTERS = 4_000
 """Longer texts are tokenised in a thread, so that other requests do not wait."""
+MOST_CHARACTERS_PER_TOKEN = 32
+"""No text that means anything has more on average; most languages have 1 to 5."""
 ANY_NAMES = ("default",)
 """Model names that mean "whatever is served" (SGLang's clients send this one)."""
 
@@ -92,18 +94,25 @@ class ServedModel:
             )
         return self.template.render(messages, tools, variables)
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of texts of any length."""
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, context_tokens: int
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises RequestError for one that is hopelessly long."""
+        _check_lengths(texts, context_tokens)
         encode = partial(self.tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
         if sum(map(len, texts)) < LONG_TEXT_CHARACTERS:
             return encode()
         return await asyncio.to_thread(encode)
 
-    async def prompt_ids(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+    async def prompt_ids(
+        self, prompts: Sequence[str] | Sequence[list[int]], context_tokens: int
+    ) -> list[list[int]]:
         """Prompts as ids: texts are tokenised, special tokens of the tokenizer's own added."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        return ids or await self.encode(texts, add_special_tokens=True)
+        return ids or await self.encode(
+            texts, add_special_tokens=True, context_tokens=context_tokens
+        )
 
     def hidden_ids(self, *, skip_special: bool) -> frozenset[int]:
         """Tokens a reader does not see. Markers that a parser reads are never among them."""
@@ -112,6 +121,17 @@ class ServedModel:
         markers: tuple[str, ...] = reasoning.MARKERS if self.splits_reasoning else ()
         markers += tools.MARKERS if self.reads_tool_calls else ()
         return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in markers}
+
+
+def _check_lengths(texts: Sequence[str], context_tokens: int) -> None:
+    """Tokenising takes much time and memory: a text far beyond the context is not worth either."""
+    longest, limit = max(map(len, texts)), context_tokens * MOST_CHARACTERS_PER_TOKEN
+    if longest > limit:
+        raise RequestError(
+            f"The prompt has {longest} characters; a context of {context_tokens} tokens is for "
+            f"{limit} characters at the very most.",
+            param="prompt",
+        )
 
 
 def _chosen(parser: str, marker: str, template: str) -> bool:

@@ -38,7 +38,8 @@ async def native_generate(service: Service, request: Request) -> Response:
 
 
 async def _choices(service: Service, body: GenerateBody) -> list[Choice]:
-    prompts = await service.model.prompt_ids(body.prompts)
+    context_tokens = service.engine.info["context_length"]
+    prompts = await service.model.prompt_ids(body.prompts, context_tokens)
     samplings = _per_prompt(body.sampling_params or NativeSampling(), len(prompts))
     names = _rids(body, len(prompts))
     choices: list[Choice] = []

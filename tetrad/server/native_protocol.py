@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from tetrad.server.bodies import Body
 from tetrad.server.protocol import (
     LARGEST,
+    MAX_PROMPTS,
     MAX_TOP_LOGPROBS,
     Count,
     ManyTokenIds,
@@ -16,6 +17,7 @@ from tetrad.server.protocol import (
     Seed,
     Texts,
     TokenIds,
+    Unserved,
 )
 
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
@@ -27,14 +29,6 @@ class NativeSampling(SamplingFields):
     max_new_tokens: Count | None = None
     min_new_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     sampling_seed: Seed | None = None
-    json_schema: Any = None
-    stop_regex: Any = None
-
-    @field_validator("json_schema", "stop_regex")
-    @classmethod
-    def _plain(cls, value: Any) -> None:
-        if value is not None:
-            raise ValueError("constrained output is not supported yet; leave this field out")
 
 
 class GenerateBody(Body):
@@ -42,12 +36,20 @@ class GenerateBody(Body):
 
     text: str | Texts | None = None
     input_ids: TokenIds | ManyTokenIds | None = Field(default=None, validate_default=True)
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
-    rid: Rid | list[Rid] | None = None
+    sampling_params: (
+        NativeSampling
+        | Annotated[list[NativeSampling], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | None
+    ) = None
+    rid: Rid | Annotated[list[Rid], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    image_data: Unserved = None
+    input_embeds: Unserved = None
+    lora_path: Unserved = None
+    return_hidden_states: Unserved = None
 
     @field_validator("input_ids")
     @classmethod

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -26,6 +27,8 @@ MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 512
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES_PER_PROMPT = 128
+MAX_BIASED_TOKENS = 4096
+MAX_PROMPTS = 1024
 
 
 def _check_stop(stop: str | list[str]) -> str | list[str]:
@@ -37,16 +40,42 @@ def _check_stop(stop: str | list[str]) -> str | list[str]:
     return stop
 
 
-Stop = Annotated[str | list[str], AfterValidator(_check_stop)]
+def _check_size(bias: Any) -> Any:
+    if isinstance(bias, dict) and len(bias) > MAX_BIASED_TOKENS:
+        raise ValueError(f"at most {MAX_BIASED_TOKENS} tokens can be biased, not {len(bias)}")
+    return bias
+
+
+# A body of many megabytes must not give an error for each of its items: every list ends at its
+# first mistake, every mapping is counted before its values are read.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Stop = Annotated[str | Strings, AfterValidator(_check_stop)]
 LARGEST = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
-# A long list of another type fails at its first item, not with an error for each.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
-ManyTokenIds = Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+ManyTokenIds = Annotated[
+    list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _refuse(value: Any) -> None:
+    if value:
+        raise ValueError("is not supported yet; leave this field out")
+
+
+def _refuse_grammar(value: Any) -> None:
+    if value is not None:
+        raise ValueError("constrained output is not supported yet; leave this field out")
+
+
+Unserved = Annotated[Any, AfterValidator(_refuse)]
+"""A field of SGLang or vLLM that would change the answer; switched off it may be there."""
+Grammar = Annotated[Any, AfterValidator(_refuse_grammar)]
 
 
 class SamplingFields(Body):
@@ -59,26 +88,27 @@ class SamplingFields(Body):
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias] | None, BeforeValidator(_check_size)] = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)
 
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-
-    @field_validator("regex", "ebnf", "structural_tag")
-    @classmethod
-    def _no_grammar(cls, value: Any) -> None:
-        if value is not None:
-            raise ValueError("constrained output is not supported yet; leave this field out")
+    regex: Grammar = None
+    ebnf: Grammar = None
+    json_schema: Grammar = None
+    structural_tag: Grammar = None
+    stop_regex: Unserved = None
+    no_stop_trim: Unserved = None
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: str
 
 
 class OpenAIBody(SamplingFields):
@@ -90,6 +120,21 @@ class OpenAIBody(SamplingFields):
     seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    lora_path: Unserved = None
+    guided_json: Grammar = None
+    guided_regex: Grammar = None
+    guided_choice: Grammar = None
+    guided_grammar: Grammar = None
+    structured_outputs: Grammar = None
+    include_stop_str_in_output: Unserved = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _free_text(cls, value: ResponseFormat | None) -> ResponseFormat | None:
+        if value is not None and value.type != "text":
+            raise ValueError(f'type "{value.type}" is not supported yet; "text" is')
+        return value
 
     @property
     def include_usage(self) -> bool:
@@ -138,9 +183,9 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -191,10 +236,6 @@ class Tool(Body):
     function: Function
 
 
-class ResponseFormat(Body):
-    type: str
-
-
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
@@ -204,17 +245,21 @@ class ChatBody(OpenAIBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: Unserved = None
+    separate_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
 
-    @field_validator("response_format")
+    @field_validator("separate_reasoning")
     @classmethod
-    def _free_text(cls, value: ResponseFormat | None) -> ResponseFormat | None:
-        if value is not None and value.type != "text":
-            raise ValueError(f'type "{value.type}" is not supported yet; "text" is')
+    def _always_separate(cls, value: bool | None) -> bool | None:
+        if value is False:
+            raise ValueError(
+                "reasoning is always separate; join reasoning_content and content, or start the "
+                "server with --reasoning-parser none"
+            )
         return value
 
     @field_validator("tool_choice")

@@ -50,7 +50,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their ids."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The binding lets other threads run while it encodes a batch, but not a single text.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def encode_all(self, texts: Iterable[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text."""
