@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.server.fake_engine import FakeEngine
 from tetrad.server import bodies
 from tetrad.server.bodies import MAX_BODY_BYTES, Body
+from tetrad.server.model import ServedModel
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
 from tetrad.server.text import Tokenizer
@@ -248,6 +250,22 @@ async def test_a_hopelessly_long_text_is_not_tokenised(
     ):
         message = sentence(await client.post(route, json=fields))
         assert "a context of 256 tokens is for 8192 characters" in message
+
+
+async def test_a_long_conversation_is_rendered_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    threads = []
+
+    def render(*_: Any) -> str:
+        threads.append(threading.current_thread())
+        return "3"
+
+    monkeypatch.setattr(ServedModel, "render", render)
+    for num_messages in (1, 1000):
+        response = await client.post(CHAT, json={"messages": USER * num_messages})
+        assert response.status_code == 200, response.text
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_other_models_paths_and_methods(client: httpx.AsyncClient):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,6 +17,7 @@ from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
 from tetrad.server.encoding import event
 from tetrad.server.logprobs import TokenEntry, chat_logprobs
+from tetrad.server.model import ServedModel
 from tetrad.server.protocol import ChatBody
 from tetrad.server.reasoning import ReasoningParser, starts_inside
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
@@ -25,6 +27,8 @@ from tetrad.server.tools import ToolDelta, ToolParser
 from tetrad.server.usage import usage
 
 ROUTE = "/v1/chat/completions"
+LONG_CONVERSATION = 500
+"""Messages and tools."""
 
 
 async def chat(service: Service, request: Request) -> Response:
@@ -39,8 +43,7 @@ async def chat(service: Service, request: Request) -> Response:
 async def _choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:
     model = service.model
     tools = body.active_tools
-    messages = [message.for_template() for message in body.messages]
-    prompt = model.render(messages, tools or None, _template_variables(body))
+    prompt = await _prompt(model, body, tools)
     context_tokens = service.engine.info["context_length"]
     (ids,) = await model.encode([prompt], add_special_tokens=False, context_tokens=context_tokens)
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
@@ -64,6 +67,17 @@ async def _choices(service: Service, body: ChatBody, answer_id: str) -> list[Cho
     )
     params = sampling_params(body, model.defaults, limits)
     return make_choices(answer_id, [(ids, params)], body.n or 1, session)
+
+
+async def _prompt(model: ServedModel, body: ChatBody, tools: list[dict[str, Any]]) -> str:
+    """The rendered messages; many are rendered in a thread, so that other requests do not wait."""
+
+    def render() -> str:
+        messages = [message.for_template() for message in body.messages]
+        return model.render(messages, tools or None, _template_variables(body))
+
+    is_long = len(body.messages) + len(tools) > LONG_CONVERSATION
+    return await asyncio.to_thread(render) if is_long else render()
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:
