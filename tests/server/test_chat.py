@@ -255,3 +255,27 @@ async def test_what_a_request_leaves_out_comes_from_the_model_and_the_context(
     request = engine.seen[0]
     assert request.sampling.temperature == 0.0
     assert request.sampling.max_new_tokens == 256 - len(request.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"separate_reasoning": False}, "reasoning is always separate; join"),
+        ({"json_schema": "{}"}, "constrained output is not supported yet"),
+        ({"guided_json": {}}, "constrained output is not supported yet"),
+        ({"continue_final_message": True}, "is not supported yet; leave this field out."),
+        ({"include_stop_str_in_output": True}, "is not supported yet; leave this field out."),
+    ],
+)
+async def test_what_would_change_the_answer_is_refused(
+    client: httpx.AsyncClient, field: dict[str, Any], message: str
+):
+    response = await client.post(ROUTE, json=body(**field))
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == next(iter(field))
+
+
+async def test_what_is_switched_off_may_be_there(client: httpx.AsyncClient):
+    off = {"separate_reasoning": True, "json_schema": None, "continue_final_message": False}
+    assert (await client.post(ROUTE, json=body(**off))).status_code == 200

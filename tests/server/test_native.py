@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.server.fake_engine import EOS, FakeEngine, saying
 from tests.server.sse import events
@@ -113,3 +114,27 @@ async def test_steps_whose_text_waits_still_count(
     chunks = await post(client, text="3", stream=True)
     assert [chunk["text"] for chunk in chunks] == ["", "é", "é"]
     assert [chunk["meta_info"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"image_data": "x.png"},
+        {"lora_path": "adapter"},
+        {"return_hidden_states": True},
+        {"sampling_params": {"no_stop_trim": True}},
+        {"sampling_params": {"stop_regex": "a+"}},
+    ],
+)
+async def test_what_would_change_the_answer_is_refused(
+    client: httpx.AsyncClient, fields: dict[str, Any]
+):
+    response = await client.post("/generate", json={"text": "3", **fields})
+    assert response.status_code == 400
+    assert "is not supported yet; leave this field out." in response.json()["error"]["message"]
+
+
+async def test_what_is_switched_off_may_be_there(client: httpx.AsyncClient):
+    off: dict[str, Any] = {"lora_path": None, "return_hidden_states": False, "image_data": []}
+    answer = await post(client, text="3", sampling_params={"no_stop_trim": False}, **off)
+    assert answer["text"] == "3"
