@@ -12,7 +12,8 @@ tetrad serve --port "$port" >"$log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -f "$log"' EXIT
 
-healthy() { python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)' "$url/health" 2>/dev/null; }
+# Without the proxy that the environment may name: it does not know this machine.
+healthy() { no_proxy='*' python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)' "$url/health" 2>/dev/null; }
 until healthy; do
     if ! kill -0 "$server" 2>/dev/null; then cat "$log" >&2; exit 1; fi
     sleep 0.2

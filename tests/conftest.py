@@ -1,9 +1,16 @@
-"""Tests marked `gpu` are skipped where there is none; no property test depends on speed."""
+"""Tests marked `gpu` are skipped where there is none; no property test depends on speed; nothing that
+a developer's shell sets for clients reaches the servers that tests start."""
 
 from __future__ import annotations
 
+import os
+
 import hypothesis
 import pytest
+
+for variable in ("TETRAD_API_KEY", "OPENAI_API_KEY", "http_proxy", "https_proxy", "all_proxy"):
+    os.environ.pop(variable, None)
+    os.environ.pop(variable.upper(), None)
 
 hypothesis.settings.register_profile("tetrad", deadline=None)
 hypothesis.settings.load_profile("tetrad")
