@@ -1,5 +1,5 @@
-"""Tests marked `gpu` are skipped where there is none; no property test depends on speed; nothing that
-a developer's shell sets for clients reaches the servers that tests start."""
+"""Tests marked `gpu` are skipped where there is none; no property test depends on speed; nothing
+that a developer's shell sets for clients reaches the servers that tests start."""
 
 from __future__ import annotations
 
