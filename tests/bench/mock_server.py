@@ -23,9 +23,15 @@ class MockServer:
         healthy: int = 0,
         can_flush: bool = True,
         models_status: Sequence[int] = (200,),
+        models: Any = ({"id": "mock"},),
+        info_status: int = 404,
+        moved_to: str | None = None,
     ) -> None:
         self.behaviour = behaviour
         self.models_status = list(models_status)
+        self.models_listed = models
+        self.info_status = info_status
+        self.moved_to = moved_to
         self.healthy = healthy
         self.can_flush = can_flush
         self.bodies: list[Body] = []
@@ -36,6 +42,7 @@ class MockServer:
     async def running(self) -> AsyncIterator[str]:
         app = web.Application()
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/server_info", self.server_info)
         if self.can_flush:
             app.router.add_post("/flush_cache", self.flush)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
@@ -46,7 +53,10 @@ class MockServer:
     async def models(self, request: web.Request) -> web.Response:
         left = self.models_status
         status = left.pop(0) if len(left) > 1 else left[0]
-        return web.json_response({"object": "list", "data": [{"id": "mock"}]}, status=status)
+        return web.json_response({"object": "list", "data": self.models_listed}, status=status)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=self.info_status)
 
     async def flush(self, request: web.Request) -> web.Response:
         self.flushes += 1
@@ -56,6 +66,8 @@ class MockServer:
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
+        if self.moved_to is not None:
+            raise web.HTTPTemporaryRedirect(self.moved_to + request.path)
         behaviour = self.behaviour if len(self.bodies) > self.healthy else "good"
         if behaviour == "http 500":
             return web.json_response({"error": {"message": "out of pages"}}, status=500)
@@ -69,6 +81,12 @@ class MockServer:
         await answer.prepare(request)
         for event in events:
             await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        while behaviour == "endless":
+            await answer.write(b": still here\n\n" * 1000)
+        if behaviour == "more after the end":
+            await answer.write(
+                b"data: [DONE]\n\ndata: " + json.dumps(events[-1]).encode() + b"\n\n"
+            )
         if behaviour == "broken connection":
             assert request.transport is not None
             request.transport.abort()
@@ -113,6 +131,8 @@ class Native:
                 return [self.event(1, {"type": "abort", "message": "gave it up"})]
             case "malformed":
                 return [{"text": "a"}]
+            case "too many":
+                return [*half, self.event(99, {"type": "length", "length": 99})]
         rest = [self.event(tokens) for tokens in range(len(half) + 1, self.wanted)]
         end = self.event(self.wanted, {"type": "length", "length": self.wanted})
         return [*half, *rest, end]

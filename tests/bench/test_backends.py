@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tetrad.bench.backends import Reading, ignores_eos, protocol, write_body
+from tetrad.bench.backends import Reading, ignores_eos, most_tokens, protocol, write_body
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.workload import Prompt
 from tetrad.core.errors import ConfigError
@@ -163,3 +163,48 @@ def test_completions_reads_text_usage_and_held_back_tokens():
     )
     assert reading.stamps == [(1.0, 1), (2.0, 1)]
     assert (reading.text, reading.finish, reading.output_tokens) == ("a", "length", 2)
+
+
+NO_COUNTS = ("8", 8.0, 8.7, -8, True, [8], {}, 10**30, float("inf"))
+
+
+@pytest.mark.parametrize("count", NO_COUNTS)
+def test_what_is_no_number_of_tokens_is_no_answer(count: object):
+    """One of them, taken at its word, would spoil the sums of a whole run."""
+    for field in ("completion_tokens", "prompt_tokens", "cached_tokens"):
+        meta = {"completion_tokens": 8, "finish_reason": {"type": "length"}, field: count}
+        with pytest.raises((TypeError, ValueError)):
+            read("tetrad", {"text": "a", "meta_info": meta})
+    for field in ("completion_tokens", "prompt_tokens"):
+        with pytest.raises((TypeError, ValueError)):
+            read("vllm", {"choices": [], "usage": {field: count}})
+    with pytest.raises((TypeError, ValueError)):
+        read("vllm", {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": count}}})
+
+
+@pytest.mark.parametrize("text", [5, ["a"], {"a": 1}, True])
+def test_what_is_no_text_is_no_answer(text: object):
+    meta = {"completion_tokens": 8, "finish_reason": None}
+    for backend, event in (
+        ("tetrad", {"text": text, "meta_info": meta}),
+        ("tetrad", {"text": "a", "meta_info": meta | {"finish_reason": {"type": text}}}),
+        ("vllm", {"choices": [{"text": text}]}),
+        ("vllm", {"choices": [{"text": "a", "finish_reason": text}]}),
+        ("vllm-chat", {"choices": [{"delta": {"content": text}}]}),
+    ):
+        with pytest.raises(TypeError):
+            read(backend, event)
+
+
+def test_null_counts_leave_what_was_known():
+    usage = {"prompt_tokens": 3, "completion_tokens": 5}
+    reading = read("vllm", {"usage": usage}, {"usage": dict.fromkeys(usage)})
+    assert (reading.prompt_tokens, reading.output_tokens) == (3, 5)
+
+
+def test_most_tokens_is_what_the_body_allows():
+    assert most_tokens(body(IDS)) == 16
+    assert most_tokens(body(TEXT, backend="vllm-chat")) == 16
+    extra = '{"n": 3, "max_tokens": 20}'
+    assert most_tokens(body(TEXT, backend="vllm", extra_request_body=extra)) == 60
+    assert most_tokens({"prompt": "x"}) is None

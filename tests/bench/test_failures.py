@@ -26,6 +26,8 @@ CASES = {
     "empty": ("empty", "no token, finish reason 'stop'"),
     "nothing": ("truncated", "the stream ended after 0 of 8 tokens without a finish reason"),
     "whole": ("malformed", "asked for text/event-stream, got application/json"),
+    "too many": ("long_output", "99 tokens where 8 were asked for"),
+    "endless": ("endless", "lines (after 8 of 8 tokens)"),
     "early stop": ("short_output", "4 of 8 tokens although end tokens were to be ignored"),
 }
 
@@ -77,6 +79,36 @@ async def test_native_answers_that_are_no_answers(behaviour: str, prompts):
         result = await run(config(url, prompts))
     kind = {"abort": "aborted", "malformed": "malformed"}[behaviour]
     assert [(f.kind, f.count) for f in result.failures] == [(kind, 4)]
+
+
+async def test_what_comes_after_the_end_counts_for_nothing(prompts):
+    async with MockServer("more after the end").running() as url:
+        result = await run(config(url, prompts, backend="vllm-chat"))
+    assert (result.completed, result.output_tokens) == (4, 32)
+
+
+async def test_a_redirect_is_not_followed(prompts):
+    """Else the figures would be another server's."""
+    other = MockServer()
+    async with other.running() as elsewhere, MockServer(moved_to=elsewhere).running() as url:
+        result = await run(config(url, prompts))
+    assert [(f.kind, f.count) for f in result.failures] == [("http_status", 4)]
+    assert "HTTP 307" in result.failures[0].example
+    assert other.bodies == []
+
+
+async def test_an_account_that_is_refused_spoils_no_figure(prompts):
+    async with MockServer(info_status=401).running() as url:
+        result = await run(config(url, prompts))
+    assert (result.completed, result.server_info) == (4, None)
+
+
+@pytest.mark.parametrize("models", [5, {}, [], [None], ["mock"], [{"id": 5, "root": "x" * 5000}]])
+async def test_a_list_of_models_that_is_none_names_no_model(models, prompts):
+    async with MockServer(models=models).running() as url:
+        assert (await run(config(url, prompts))).model is None
+        with pytest.raises(ConfigError, match="names no model; give --model"):
+            await run(config(url, prompts, backend="vllm"))
 
 
 async def test_a_server_that_says_nothing_times_out(prompts):

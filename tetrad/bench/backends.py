@@ -16,6 +16,8 @@ from tetrad.core.errors import ConfigError
 from tetrad.core.records import Failure
 
 Body = dict[str, Any]
+MOST_TOKENS = 10**9
+"""Of one request; no context is as long."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,14 @@ def ignores_eos(body: Body) -> bool:
     return bool({**body, **body.get("sampling_params", {})}.get("ignore_eos"))
 
 
+def most_tokens(body: Body) -> int | None:
+    """How many tokens this body lets the server give at most; None when it does not say."""
+    fields = {**body, **body.get("sampling_params", {})}
+    names = ("max_new_tokens", "max_tokens", "max_completion_tokens")
+    limits = [fields[name] for name in names if isinstance(fields.get(name), int)]
+    return max(limits) * (fields.get("n") or 1) if limits else None
+
+
 def write_body(config: BenchServeConfig, model: str | None, prompt: Prompt) -> Body:
     """The whole request body; `--extra-request-body` is merged in, one level deep."""
     body = protocol(config.backend).write(config, model, prompt)
@@ -93,19 +103,18 @@ def write_native(config: BenchServeConfig, _model: str | None, prompt: Prompt) -
 def read_native(reading: Reading, time_s: float, body: Body) -> None:
     """Text and counts are cumulative."""
     meta = body["meta_info"]
-    total = int(meta["completion_tokens"])
+    total = _count(meta["completion_tokens"]) or 0
     if (new := total - (reading.output_tokens or 0)) > 0:
         reading.stamps.append((time_s, new))
     reading.counts_tokens = True
     reading.output_tokens = total
-    reading.text = body.get("text") or reading.text
-    reading.prompt_tokens = meta.get("prompt_tokens", reading.prompt_tokens)
-    reading.cached_tokens = meta.get("cached_tokens", reading.cached_tokens)
+    reading.text = _text(body.get("text")) or reading.text
+    _read_prompt(reading, meta.get("prompt_tokens"), meta.get("cached_tokens"))
     if reason := meta.get("finish_reason"):
         is_named = isinstance(reason, dict)
-        reading.finish = str(reason["type"] if is_named else reason)
+        reading.finish = _text(reason["type"] if is_named else reason)
         if reading.finish in ("abort", "error"):
-            said = reason.get("message") if is_named else None
+            said = _text(reason.get("message")) if is_named else None
             reading.failure = Failure(kind="aborted", message=said or "the server gave it up")
 
 
@@ -150,7 +159,7 @@ def read_completion(reading: Reading, time_s: float, body: Body) -> None:
     """An event with a choice is a token even when its text is still held back."""
     _read_usage(reading, body)
     for choice in body.get("choices") or ():
-        text = choice.get("text") or ""
+        text = _text(choice.get("text"))
         _take(reading, time_s, text, is_token=bool(text) or not choice.get("finish_reason"))
         _read_finish(reading, choice)
 
@@ -176,17 +185,40 @@ def _take(reading: Reading, time_s: float, text: str, *, is_token: bool) -> None
 
 def _read_finish(reading: Reading, choice: Body) -> None:
     if reason := choice.get("finish_reason"):
-        reading.finish = str(reason)
+        reading.finish = _text(reason)
         if reason in ("abort", "error"):
             reading.failure = Failure(kind="aborted", message=f"finish reason {reason!r}")
 
 
 def _read_usage(reading: Reading, body: Body) -> None:
     if usage := body.get("usage"):
-        reading.output_tokens = usage.get("completion_tokens", reading.output_tokens)
-        reading.prompt_tokens = usage.get("prompt_tokens", reading.prompt_tokens)
+        if (total := _count(usage.get("completion_tokens"))) is not None:
+            reading.output_tokens = total
         details = usage.get("prompt_tokens_details") or {}
-        reading.cached_tokens = details.get("cached_tokens", reading.cached_tokens)
+        _read_prompt(reading, usage.get("prompt_tokens"), details.get("cached_tokens"))
+
+
+def _read_prompt(reading: Reading, prompt_tokens: Any, cached_tokens: Any) -> None:
+    """The last value that a server gives counts; null gives none."""
+    if (total := _count(prompt_tokens)) is not None:
+        reading.prompt_tokens = total
+    if (cached := _count(cached_tokens)) is not None:
+        reading.cached_tokens = cached
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens as a server says it. Raises ValueError for anything that is none: one
+    wrong number would spoil every sum."""
+    if value is None or (type(value) is int and 0 <= value <= MOST_TOKENS):
+        return value
+    raise ValueError(f"{value!r} is no number of tokens")
+
+
+def _text(value: Any) -> str:
+    """A text as a server gives it; null is none. Raises TypeError."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise TypeError(f"{value!r} is no text")
 
 
 NATIVE = Protocol("/generate", write_native, read_native)

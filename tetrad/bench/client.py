@@ -37,6 +37,29 @@ class Trace:
     is_finished: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of an answer has come."""
+
+    num_bytes: int = 0
+    num_lines: int = 0
+
+    @classmethod
+    def most(cls, num_tokens: int) -> Size:
+        """Far more than any server needs for `num_tokens`: a dozen lines for each and thousands of
+        keep-alives, and with each token the whole text so far."""
+        return cls(num_bytes=64 * (2**20 + num_tokens**2), num_lines=10_000 + 16 * num_tokens)
+
+    def plus(self, read: bytes) -> Size:
+        return Size(self.num_bytes + len(read), self.num_lines + read.count(b"\n"))
+
+    def exceeds(self, most: Size) -> bool:
+        return self.num_bytes > most.num_bytes or self.num_lines > most.num_lines
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes} bytes in {self.num_lines} lines"
+
+
 class Client:
     """A keep-alive HTTP client without a cap on connections."""
 
@@ -65,17 +88,29 @@ class Client:
         if self._session is not None:
             await self._session.close()
 
-    async def post(self, path: str, body: bytes, trace: Trace, clock: Callable[[], float]) -> None:
-        """Send one request and read its answer into `trace`; failures are recorded, not raised."""
+    async def post(
+        self, path: str, body: bytes, trace: Trace, clock: Callable[[], float], most: Size
+    ) -> None:
+        """Send one request and read its answer into `trace`; failures are recorded, not raised.
+        An answer beyond `most` is cut off. Redirects are not followed: what answers then is not
+        what was to be measured."""
         trace.sent_s = clock()
+        size = Size()
         try:
             async with self.session.post(
-                self.url + path, data=body, headers={"Content-Type": "application/json"}
+                self.url + path,
+                data=body,
+                headers={"Content-Type": "application/json"},
+                allow_redirects=False,
             ) as answer:
                 trace.status = answer.status
                 trace.content_type = answer.content_type
                 async for read in answer.content.iter_any():
                     trace.reads.append((clock(), read))
+                    size = size.plus(read)
+                    if size.exceeds(most):
+                        trace.failure = Failure(kind="endless", message=f"no end after {size}")
+                        break
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             trace.failure = transport_failure(error, answered=trace.status != 0)
         trace.ended_s = clock()
@@ -99,7 +134,7 @@ def in_words(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error.strerror or str(error.os_error)
         return f"cannot connect to {error.host}:{error.port}: {cause}"
-    return str(error) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +145,8 @@ class Load:
     bodies: Sequence[bytes]
     due_s: Sequence[float]
     max_concurrency: int | None = None
+    most_tokens: int = 100_000
+    """What the longest answer may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +165,14 @@ async def run_load(client: Client, load: Load, on_finished: Callable[[Trace], No
     slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.bodies)))
     traces: list[Trace] = []
     tasks: list[asyncio.Task[None]] = []
+    most = Size.most(load.most_tokens)
 
     def clock() -> float:
         return time.perf_counter() - start
 
     async def one(trace: Trace) -> None:
         async with slots:
-            await client.post(load.path, load.bodies[trace.index], trace, clock)
+            await client.post(load.path, load.bodies[trace.index], trace, clock, most)
         on_finished(trace)
 
     try:

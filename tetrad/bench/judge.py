@@ -6,7 +6,7 @@ all of them where end tokens were to be ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -44,18 +44,25 @@ def read_answer(trace: Trace, protocol: Protocol, *, stream: bool) -> Reading:
 def _read_stream(
     trace: Trace, read: Callable[[Reading, float, Any], None], reading: Reading
 ) -> None:
+    for time_s, event in _events(trace):
+        if event == END_OF_STREAM:
+            return
+        _read_event(reading, time_s, event, read)
+
+
+def _events(trace: Trace) -> Iterator[tuple[float, bytes]]:
     parser = EventParser()
     for time_s, part in trace.reads:
         for event in parser.feed(part):
-            _read_event(reading, time_s, event, read)
+            yield time_s, event
     for event in parser.close():
-        _read_event(reading, trace.ended_s, event, read)
+        yield trace.ended_s, event
 
 
 def _read_event(
     reading: Reading, time_s: float, event: bytes, read: Callable[[Reading, float, Any], None]
 ) -> None:
-    if event == END_OF_STREAM or reading.failure is not None:
+    if reading.failure is not None:
         return
     try:
         body = msgspec.json.decode(event)
@@ -67,8 +74,10 @@ def _read_event(
         reading.failure = Failure(kind="malformed", message=_one_line(event))
 
 
-def verdict(reading: Reading, *, wanted: int, ignore_eos: bool, stream: bool) -> Failure | None:
-    """Why the answer does not count, or None when it does."""
+def verdict(
+    reading: Reading, *, wanted: int, most: int, ignore_eos: bool, stream: bool
+) -> Failure | None:
+    """Why the answer does not count, or None when it does. `most`: what the body allowed."""
     got = len(reading.stamps) if reading.output_tokens is None else reading.output_tokens
     if reading.failure is not None:
         return _after(reading.failure, got, wanted)
@@ -79,6 +88,11 @@ def verdict(reading: Reading, *, wanted: int, ignore_eos: bool, stream: bool) ->
     if got == 0:
         message = f"no token, finish reason {reading.finish!r}"
         return Failure(kind="empty", message=message)
+    if stream and not reading.stamps:
+        message = f"the server counts {got} tokens, but no event brought one"
+        return Failure(kind="empty", message=message)
+    if got > most:
+        return Failure(kind="long_output", message=f"{got} tokens where {most} were asked for")
     if ignore_eos and got < wanted:
         message = f"{got} of {wanted} tokens although end tokens were to be ignored"
         return Failure(kind="short_output", message=f"{message}, finish reason {reading.finish!r}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tetrad.bench import target, workload
-from tetrad.bench.backends import Body, ignores_eos, protocol, write_body
+from tetrad.bench.backends import Body, ignores_eos, most_tokens, protocol, write_body
 from tetrad.bench.client import Client
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.tokens import Vocabulary
@@ -30,6 +30,10 @@ class Plan:
     def ignore_eos(self) -> bool:
         """Whether the server is told to go on past end tokens."""
         return ignores_eos(self.bodies[0])
+
+    def most_tokens(self, index: int) -> int:
+        """What the answer to a body may have; `--extra-request-body` may have changed it."""
+        return most_tokens(self.bodies[index]) or self.prompts[index].output_tokens
 
 
 async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str], None]) -> Plan:

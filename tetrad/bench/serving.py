@@ -141,6 +141,7 @@ async def loaded(
         bodies=[json.dumps(body).encode() for body in plan.bodies],
         due_s=due_s,
         max_concurrency=plan.config.max_concurrency,
+        most_tokens=max(plan.most_tokens(index) for index in range(len(plan.bodies))),
     )
     result = await run_load(client, load, finished)
     count = plan.vocabulary.count if plan.vocabulary is not None else None
@@ -153,6 +154,10 @@ def judged(plan: Plan, trace: Trace, reading: Reading, count: CountTokens | None
     stream = not plan.config.disable_stream
     prompt = plan.prompts[trace.index]
     failure = verdict(
-        reading, wanted=prompt.output_tokens, ignore_eos=plan.ignore_eos, stream=stream
+        reading,
+        wanted=prompt.output_tokens,
+        most=plan.most_tokens(trace.index),
+        ignore_eos=plan.ignore_eos,
+        stream=stream,
     )
     return measure.answer(trace, reading, prompt, failure, count, stream=stream)

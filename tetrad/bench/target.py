@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,22 +57,35 @@ def nobody(url: str, why: str) -> str:
 
 
 async def _describe(client: Client) -> Target:
-    models = await get_json(client, "/v1/models")
-    listed = (models or {}).get("data") or [{}]
+    first = _first_model(await get_json(client, "/v1/models") or {})
     info = await get_json(client, "/model_info") or {}
-    named = info.get("tokenizer_path") or info.get("model_path") or listed[0].get("root")
+    named = info.get("tokenizer_path") or info.get("model_path") or first.get("root")
     folder = Path(str(named)) if named else None
-    is_here = folder is not None and (folder / "tokenizer.json").is_file()
-    return Target(listed[0].get("id"), folder if is_here else None)
+    is_here = folder is not None and os.path.isfile(folder / "tokenizer.json")
+    name = first.get("id")
+    return Target(name if isinstance(name, str) else None, folder if is_here else None)
+
+
+def _first_model(models: dict[str, Any]) -> dict[str, Any]:
+    """The first entry of the list of models; empty when the answer is no such list."""
+    listed = models.get("data")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    return first if isinstance(first, dict) else {}
 
 
 async def get_json(client: Client, path: str) -> dict[str, Any] | None:
     """The JSON object at `path`; None where the server has none. Raises what the transport does,
     ConnectionError while the server is starting, ConfigError when it wants a key."""
-    async with client.session.get(client.url + path) as answer:
+    async with client.session.get(client.url + path, allow_redirects=False) as answer:
         body = await answer.read()
+        elsewhere = answer.headers.get("Location", "")
     if answer.status in (401, 403):
         raise ConfigError(f"{client.url} wants an API key; give it with --api-key.")
+    if 300 <= answer.status < 400:
+        raise ConfigError(
+            f"{client.url} sends whoever asks to {elsewhere or 'another address'} (HTTP "
+            f"{answer.status}); give the address where it answers itself."
+        )
     if answer.status == 503:
         raise ConnectionError(f"HTTP 503 at {path}: {error_message(body)}")
     if answer.status != 200:
@@ -87,14 +101,14 @@ async def server_info(client: Client) -> dict[str, Any] | None:
     """/server_info after the run; None when it cannot be had, which spoils no figure."""
     try:
         return await get_json(client, "/server_info")
-    except (aiohttp.ClientError, OSError, TimeoutError):
+    except (aiohttp.ClientError, OSError, TimeoutError, ConfigError):
         return None
 
 
 async def flush_cache(client: Client) -> None:
     """Empty the prefix cache. Raises when the server has no such route or refuses."""
     path = f"/flush_cache?timeout={FLUSH_TIMEOUT_S}"
-    async with client.session.post(client.url + path) as answer:
+    async with client.session.post(client.url + path, allow_redirects=False) as answer:
         body = await answer.read()
     if answer.status == 404:
         raise ConfigError(

@@ -69,6 +69,8 @@ FailureKind = Literal[
     "truncated",  # the stream ended without a finish reason
     "empty",  # it ended properly, but no token came
     "short_output",  # fewer tokens than asked although end tokens were to be ignored
+    "long_output",  # more tokens than asked
+    "endless",  # an answer that went on far beyond what was asked, cut off by the client
     "aborted",  # the server says that it gave the request up
     "timeout",  # nothing came for too long
 ]
