@@ -84,9 +84,7 @@ class MockServer:
         while behaviour == "endless":
             await answer.write(b": still here\n\n" * 1000)
         if behaviour == "more after the end":
-            await answer.write(
-                b"data: [DONE]\n\ndata: " + json.dumps(events[-1]).encode() + b"\n\n"
-            )
+            await answer.write(b'data: [DONE]\n\ndata: {"usage": {"completion_tokens": 5}}\n\n')
         if behaviour == "broken connection":
             assert request.transport is not None
             request.transport.abort()

@@ -8,7 +8,9 @@ import socket
 import pytest
 
 from tests.bench.mock_server import MockServer
+from tetrad.bench.backends import Reading
 from tetrad.bench.block import block, remarks
+from tetrad.bench.judge import verdict
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.serving import bench_serve
 from tetrad.cli.narrator import Narrator
@@ -79,6 +81,15 @@ async def test_native_answers_that_are_no_answers(behaviour: str, prompts):
         result = await run(config(url, prompts))
     kind = {"abort": "aborted", "malformed": "malformed"}[behaviour]
     assert [(f.kind, f.count) for f in result.failures] == [(kind, 4)]
+
+
+def test_tokens_that_no_event_brought_are_not_believed():
+    """They would have no time to first token, and the mean would be of the others."""
+    reading = Reading(output_tokens=8, finish="length")
+    failure = verdict(reading, wanted=8, most=8, ignore_eos=True, stream=True)
+    assert failure is not None
+    assert (failure.kind, "no event brought one" in failure.message) == ("empty", True)
+    assert verdict(reading, wanted=8, most=8, ignore_eos=True, stream=False) is None
 
 
 async def test_what_comes_after_the_end_counts_for_nothing(prompts):

@@ -38,6 +38,14 @@ def test_times_of_a_stream_that_says_how_many_tokens_came():
     assert record.output_tokens == 4
 
 
+def test_a_failure_has_no_gaps_whatever_it_claims():
+    """A list with one gap for each of a billion claimed tokens would end the client instead."""
+    reading = Reading(stamps=[(1.2, 1), (1.5, 10**9)], counts_tokens=True, output_tokens=10**9)
+    failure = Failure(kind="long_output", message="too many")
+    got = answer(Trace(index=3), reading, Prompt(4), failure, None, stream=True)
+    assert got.record.itls_ms == []
+
+
 def test_the_end_is_the_last_token_and_not_the_end_of_the_connection():
     assert made(Reading(stamps=[(1.2, 1)], output_tokens=1)).record.ended_s == 1.2
 

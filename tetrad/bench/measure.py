@@ -59,7 +59,8 @@ def answer(
         ended_s=last_s if failure is None else trace.ended_s,
         ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
-        itls_ms=inter_token_ms(reading.stamps) if stream else [],
+        # One gap for each token: not for a failure, which may claim any number of them.
+        itls_ms=inter_token_ms(reading.stamps) if stream and failure is None else [],
         cached_tokens=reading.cached_tokens,
         text=reading.text,
         failure=failure,
