@@ -84,6 +84,7 @@ def test_it_says_what_it_serves_and_ends_when_told():
         assert httpx.get(f"{url}/health").status_code == 200
         server.process.send_signal(signal.SIGINT)
         assert server.end() == 0
+        server.wait_for("Ending: no request is open\\.")
         assert "  Loading weights\n" in server.said
         server.wait_for(r"device   abacus \(cpu, 8 GB\), float32")
         server.wait_for(r"weights  2\.5 MB: 1\.5 kB nvfp4 \(stored in 0\.4 kB\), 2\.5 MB bf16\n")

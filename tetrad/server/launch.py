@@ -179,10 +179,13 @@ class Launch:
     async def _drain(self, engine: EnginePort) -> None:
         """Let open requests finish, as long as they may take."""
         self._service.phase = "draining"
-        self._console.say(
-            f"Ending: {self._service.open_requests} open requests have "
-            f"{self._config.drain_timeout:g} s to finish; a second signal ends at once."
-        )
+        if num_open := self._service.open_requests:
+            self._console.say(
+                f"Ending: {num_open} open requests have {self._config.drain_timeout:g} s to "
+                "finish; a second signal ends at once."
+            )
+        else:
+            self._console.say("Ending: no request is open.")
         deadline = time.monotonic() + self._config.drain_timeout
         while self._service.open_requests and time.monotonic() < deadline:
             _check_alive(engine, self._config.step_timeout)
