@@ -165,7 +165,7 @@ def test_completions_reads_text_usage_and_held_back_tokens():
     assert (reading.text, reading.finish, reading.output_tokens) == ("a", "length", 2)
 
 
-NO_COUNTS = ("8", 8.0, 8.7, -8, True, [8], {}, 10**30, float("inf"))
+NO_COUNTS: tuple[object, ...] = ("8", 8.0, 8.7, -8, True, [8], {}, 10**30, float("inf"))
 
 
 @pytest.mark.parametrize("count", NO_COUNTS)
