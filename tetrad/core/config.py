@@ -1,7 +1,7 @@
 """One configuration, resolved once.
 
-A field here is one description, one range, one flag and one tuner dimension: the command line, the
-documentation and (later) the tuner are generated from these models, never written beside them.
+A field here is one description, one range and one flag: the command line and its help are generated
+from these models, never written beside them.
 Flag names are SGLang's where SGLang has one, so that a launch script carries over.
 """
 
@@ -51,7 +51,6 @@ def option(
     *,
     aliases: tuple[str, ...] = (),
     group: str = "Server",
-    tune: bool = False,
     env: str | None = None,
     **limits: Any,
 ) -> Any:
@@ -60,7 +59,7 @@ def option(
     `tune` marks a dimension that the tuner may vary; `env` names the environment variable that the
     command line reads when the flag is absent (for secrets only).
     """
-    extra: JsonDict = {"aliases": list(aliases), "group": group, "tune": tune, "env": env}
+    extra: JsonDict = {"aliases": list(aliases), "group": group, "env": env}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -125,7 +124,6 @@ class ServeConfig(Config):
         None,
         "Most sequences in one step. Default: as many as the cache can serve, at most 256.",
         group="Scheduling",
-        tune=True,
         ge=1,
         le=65536,
     )
@@ -133,7 +131,6 @@ class ServeConfig(Config):
         2048,
         "Token budget of one step; a longer prompt is computed in several steps.",
         group="Scheduling",
-        tune=True,
         ge=1,
         le=1_000_000,
     )
@@ -147,7 +144,6 @@ class ServeConfig(Config):
         None,
         "Share of the device's memory for weights and cache. Default: 0.85 on a GPU, 0.3 on a CPU.",
         group="Memory",
-        tune=True,
         gt=0.0,
         le=1.0,
     )
@@ -159,13 +155,11 @@ class ServeConfig(Config):
         ge=64,
     )
     disable_radix_cache: bool = option(
-        False, "Do not keep finished prefixes for later requests.", group="Memory", tune=True
+        False, "Do not keep finished prefixes for later requests.", group="Memory"
     )
 
-    moe_runner_backend: str = option(
-        "auto", "Backend of the routed experts.", group="Kernels", tune=True
-    )
-    attention_backend: str = option("auto", "Backend of attention.", group="Kernels", tune=True)
+    moe_runner_backend: str = option("auto", "Backend of the routed experts.", group="Kernels")
+    attention_backend: str = option("auto", "Backend of attention.", group="Kernels")
     random_seed: int = option(
         0, "Seed of requests that bring none of their own.", group="Model", ge=0, le=2**63 - 1
     )
