@@ -56,8 +56,8 @@ def option(
 ) -> Any:
     """Declare one field: description, range (`ge`, `le`, `gt`), extra flag names, help group.
 
-    `tune` marks a dimension that the tuner may vary; `env` names the environment variable that the
-    command line reads when the flag is absent (for secrets only).
+    `env` names the environment variable that the command line reads when the flag is absent (for
+    secrets only).
     """
     extra: JsonDict = {"aliases": list(aliases), "group": group, "env": env}
     return Field(default, description=description, json_schema_extra=extra, **limits)
