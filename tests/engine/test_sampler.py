@@ -176,3 +176,51 @@ def test_a_row_that_is_not_finite_is_marked_and_the_others_go_on(bad: float, tem
 
 def test_no_rows_no_tokens():
     assert sample(torch.zeros(0, VOCAB)) == []
+
+
+anything_allowed = st.builds(
+    make_work,
+    seed=st.integers(0, 2**63 - 1),
+    num_generated=st.integers(0, 10**6),
+    history=st.lists(token, max_size=20).map(tuple),
+    banned=st.lists(token, max_size=VOCAB - 1).map(tuple),
+    logit_bias=st.dictionaries(token, st.floats(-100, 100)),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 2**31 - 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.01, 100),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    num_logprobs=st.none() | st.integers(0, 20),
+)
+
+
+@given(st.lists(anything_allowed, min_size=1, max_size=4), st.floats(0, 1e4))
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_door_lets_in_gets_a_token(works: list[SampleWork], size: float):
+    logits = torch.randn(len(works), VOCAB, generator=torch.Generator().manual_seed(5)) * size
+    for token, work in zip(sample(logits, *works), works, strict=True):
+        assert token.is_finite
+        assert 0 <= token.token_id < VOCAB
+        assert token.token_id not in work.banned_ids
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 5e-324, 1e-45, 1e-9])
+def test_a_tiny_top_p_keeps_the_best_token(top_p: float):
+    logits = torch.arange(VOCAB).float().unsqueeze(0)
+    (token,) = sample(logits, make_work(top_p=top_p))
+    assert token.token_id == VOCAB - 1
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-300, math.nan])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rules_that_spoil_a_row_end_that_request_alone(penalty: float, temperature: float):
+    """The door refuses such penalties; if one came through, the engine must not die of it."""
+    spoiled = make_work(history=(1, 2), repetition_penalty=penalty, temperature=temperature)
+    nothing_left = make_work(banned=tuple(range(VOCAB)), temperature=temperature)
+    sound = make_work(temperature=0.0)
+    logits = torch.arange(VOCAB).float().repeat(3, 1)
+    first, second, third = sample(logits, spoiled, sound, nothing_left)
+    assert (first.is_finite, third.is_finite) == (False, False)
+    assert (second.token_id, second.is_finite) == (VOCAB - 1, True)

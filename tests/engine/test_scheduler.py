@@ -311,7 +311,7 @@ def test_the_sampler_is_told_what_it_needs_and_no_more():
         (make_request("r", top_p=0.0), "top_p", "above 0 and at most 1"),
         (make_request("r", top_k=-1), "top_k", "at least 1, or 0 for all"),
         (make_request("r", min_p=1.5), "min_p", "from 0 to 1"),
-        (make_request("r", repetition_penalty=0.0), "repetition_penalty", "above 0"),
+        (make_request("r", repetition_penalty=0.0), "repetition_penalty", "from 0.01 to 100"),
         (make_request("r", presence_penalty=3.0), "presence_penalty", "from -2 to 2"),
         (make_request("r", frequency_penalty=-3.0), "frequency_penalty", "from -2 to 2"),
         (make_request("r", logit_bias={1: 101.0}), "logit_bias", "within 100 of 0"),

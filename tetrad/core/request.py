@@ -30,7 +30,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens of at least this share of the best token's probability; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divide positive (multiply negative) logits of every token seen in prompt or output; > 0."""
+    """Divide positive (multiply negative) logits of every token seen in prompt or output; in
+    [0.01, 100]."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of each token that was generated; in [-2, 2]."""
     frequency_penalty: float = 0.0

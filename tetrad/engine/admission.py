@@ -11,6 +11,8 @@ from tetrad.core.step import PAGE_TOKENS
 
 MAX_LOGPROBS = 100
 MAX_LOGIT_BIAS = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Logits are divided and multiplied by it: far outside they would overflow float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
         (
             "repetition_penalty",
             sampling.repetition_penalty,
-            0.0 < sampling.repetition_penalty < math.inf,
-            "above 0",
+            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
         ),
         (
             "presence_penalty",

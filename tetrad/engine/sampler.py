@@ -19,6 +19,8 @@ from tetrad.engine.philox import uniform
 
 MIN_TEMPERATURE = 1e-5
 """Below this a request is greedy: dividing by less overflows float32."""
+MIN_TOP_P = 1e-6
+"""A smaller one keeps only the best token as well, but in float32 it may be 0, which keeps none."""
 
 Cells = tuple[list[int], list[int], list[float]]
 """Rows, token ids and a number for each: what a rule does to the logits."""
@@ -41,6 +43,10 @@ class Sampler:
         wanted = [row for row, work in enumerate(works) if work.params.num_logprobs is not None]
         log_probs = logits[wanted].log_softmax(dim=1) if wanted else None
         apply_rules(logits, works)
+        # Whatever a rule made of a row, it must cost that request alone: no op may see a row
+        # without a best token.
+        is_finite &= logits.amax(dim=1).isfinite()
+        logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
         ids = self._choose(logits, works)
         chosen: list[int] = ids.where(is_finite, -1).tolist()
         tops = _top_log_probs(log_probs, ids, wanted, works) if log_probs is not None else {}
@@ -59,7 +65,12 @@ class Sampler:
         ]
         params = [work.params for work in works]
         columns = torch.tensor(
-            [temperatures, [p.top_p for p in params], [p.min_p for p in params], draws]
+            [
+                temperatures,
+                [max(p.top_p, MIN_TOP_P) for p in params],
+                [p.min_p for p in params],
+                draws,
+            ]
         ).to(logits.device, non_blocking=True)
         top_k = torch.tensor([p.top_k for p in params]).to(logits.device, non_blocking=True)
         temperature, top_p, min_p, draw = columns
