@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -193,3 +194,14 @@ def test_a_reader_that_leaves_is_no_error():
         child.stdout.close()
         complaint = child.stderr.read()
     assert (child.returncode, complaint) == (141, b"")
+
+
+def test_closed_standard_streams_are_open_again():
+    """As in `tetrad serve <&- >&- 2>&-`: else the next socket is number 2, and gets warnings."""
+    script = (
+        "import os, sys\nfrom tetrad.cli.main import open_standard_streams\n"
+        "open_standard_streams()\nprint('out')\nprint('err', file=sys.stderr)\n"
+        "assert sys.stdin.read() == ''\nassert os.open(os.devnull, os.O_RDONLY) > 2"
+    )
+    command = shlex.join([sys.executable, "-c", script])
+    assert subprocess.run(["sh", "-c", f"exec {command} <&- >&- 2>&-"]).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,6 +94,27 @@ def test_it_says_what_it_serves_and_ends_when_told():
         server.wait_for(r"limits   256 tokens a request, 4 requests at once")
         server.wait_for(r"kernels  torch: rope, mla\n +mla is not on beads: no wire\.")
         assert "Traceback" not in server.said
+
+
+def test_it_serves_although_nobody_reads_what_it_says():
+    """As in `tetrad serve 2>&1 | head -1`: head closes the pipe while the server starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.server.serve_fake", json.dumps({"port": port})]
+    with subprocess.Popen([*command, "normal"], cwd=ROOT, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    break
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 def test_a_taken_port_is_told_before_the_model_is_loaded():

@@ -67,6 +67,7 @@ app.command(
 
 def main() -> int:
     """Entry point of the console script. Returns the exit code; bugs keep their traceback."""
+    open_standard_streams()
     try:
         return run(sys.argv[1:])
     except TetradError as error:
@@ -78,6 +79,15 @@ def main() -> int:
         # The reader has left; without this the interpreter would complain when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def open_standard_streams() -> None:
+    """Replace closed ones (`tetrad serve 2>&-`): who closes one wants silence, and the next file or
+    socket must not get its number, since libraries write there by number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest free number is the closed one's own.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def run(tokens: list[str]) -> int:

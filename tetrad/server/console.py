@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, TextIO
 
 import tetrad
@@ -48,8 +49,15 @@ class Console:
         self.say("\n".join(lines))
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        """Whoever read along may have left, or the disk may be full: the server goes on."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            # What is left in the buffer, and whatever else writes there, must find a reader.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        except OSError:
+            pass
 
 
 def _facts(info: dict[str, Any]) -> list[str]:
