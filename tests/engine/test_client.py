@@ -17,7 +17,7 @@ from tests.engine.fake_worker import KILLED, RAISES, SPOILED, STUCK, FakeEngineC
 from tests.engine.fakes import expected_output, make_request
 from tests.factories import tiny_glm_folder
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import CheckpointError, EngineDiedError, RequestError
+from tetrad.core.errors import CheckpointError, ConfigError, EngineDiedError, RequestError
 from tetrad.core.messages import EngineProgress
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.client import EngineClient
@@ -239,7 +239,7 @@ from tests.engine.fake_worker import FakeEngineClient
 from tetrad.core.config import ServeConfig
 async def main():
     client = await FakeEngineClient.start(ServeConfig())
-    print(client.info["pid"], flush=True)
+    print(client.info["pid"], client._folder, flush=True)
     os._exit(0)
 asyncio.run(main())
 """
@@ -249,10 +249,41 @@ def test_no_engine_outlives_its_parent():
     parent = subprocess.run(
         [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True
     )
+    process, folder = parent.stdout.split()
     deadline = time.monotonic() + SOON_S
-    while is_alive(int(parent.stdout)):
+    while is_alive(int(process)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert not Path(folder).exists(), "the folder of the sockets is left behind"
+
+
+async def test_a_listener_that_fails_is_told_at_once():
+    """As a console does whose reader has left: nobody must wait for an engine that nobody hears."""
+
+    def broken(_: EngineProgress) -> None:
+        raise BrokenPipeError
+
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(EngineDiedError, match=r"cannot be heard any more: BrokenPipeError"):
+            await FakeEngineClient.start(ServeConfig(), broken)
+
+
+async def test_a_long_path_to_temporary_files_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Addresses of sockets are short: 107 bytes on Linux."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    client = await FakeEngineClient.start(ServeConfig())
+    await client.stop()
+    assert list(long.iterdir()) == []
+
+
+async def test_nowhere_to_put_the_sockets_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nonexistent")
+    with pytest.raises(ConfigError, match="set TMPDIR to one that can be written"):
+        await FakeEngineClient.start(ServeConfig())
 
 
 async def test_the_key_of_the_server_is_not_on_the_engine_s_command_line():

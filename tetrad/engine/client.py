@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -24,7 +25,7 @@ import zmq.asyncio
 
 from tetrad.core import errors
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import EngineDiedError, RequestError, TetradError
+from tetrad.core.errors import ConfigError, EngineDiedError, RequestError, TetradError
 from tetrad.core.messages import (
     AbortRequests,
     AddRequests,
@@ -42,6 +43,8 @@ from tetrad.core.messages import (
 )
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode
+
+_log = logging.getLogger(__name__)
 
 LAST_WORDS_WAIT_S = 0.3
 """How long a dead process's last message may still be on its way."""
@@ -76,7 +79,7 @@ class EngineClient:
         self._last_message_at = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._folder = tempfile.mkdtemp(prefix="tetrad-")
+        self._folder = _private_folder()
         self._context = zmq.Context()
         self._outgoing = self._context.socket(zmq.PUSH)
         self._incoming = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
@@ -178,6 +181,8 @@ class EngineClient:
             asyncio.create_task(self._read()),
             asyncio.create_task(self._watch(self._process)),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._not_listening)
 
     def _send(self, message: Message) -> None:
         if self.died.done():
@@ -231,6 +236,12 @@ class EngineClient:
         if stream := self._streams.get(rid):
             stream.put_nowait(item)
 
+    def _not_listening(self, task: asyncio.Task[None]) -> None:
+        """A task that fails leaves nobody to hear the engine: nobody must wait for it then."""
+        if not task.cancelled() and (error := task.exception()):
+            _log.error("The engine cannot be heard any more.", exc_info=error)
+            self._fail(EngineDiedError(f"The engine cannot be heard any more: {error!r}."))
+
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         await asyncio.sleep(LAST_WORDS_WAIT_S)
@@ -262,6 +273,22 @@ class EngineClient:
         self._outgoing.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> str:
+    """A new folder for the sockets. Raises ConfigError when there is no place for it."""
+    try:
+        for place in (None, "/tmp"):
+            folder = tempfile.mkdtemp(prefix="tetrad-", dir=place)
+            if len(os.fsencode(f"{folder}/{INBOX}")) <= zmq.IPC_PATH_MAX_LEN:
+                return folder
+            os.rmdir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"The processes cannot talk: no folder can be made for their sockets ({error}); set "
+            "TMPDIR to one that can be written."
+        ) from None
+    raise ConfigError("The processes cannot talk: every folder for temporary files is too long.")
 
 
 def _environment() -> dict[str, str]:

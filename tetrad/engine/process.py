@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -23,18 +24,23 @@ def main(load: Load) -> int:
     """Serve what `load` makes of the configuration until told to end; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
     parser = argparse.ArgumentParser(prog="tetrad.engine.worker")
     parser.add_argument("--config-json", required=True, type=ServeConfig.model_validate_json)
     parser.add_argument("--socket", required=True, metavar="FOLDER")
     arguments = parser.parse_args()
+    watch = threading.Thread(
+        target=_end_with_parent, args=(arguments.socket,), name="parent watch", daemon=True
+    )
+    watch.start()
     config: ServeConfig = arguments.config_json
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s")
     return EngineLoop(arguments.socket).run(config, load)
 
 
-def _end_with_parent() -> None:
-    """Blocks until the pipe closes, then ends the process whatever it is doing."""
+def _end_with_parent(folder: str) -> None:
+    """Blocks until the pipe closes, then ends the process whatever it is doing. The parent could
+    not clean up: the folder of the sockets goes with it."""
     while os.read(sys.stdin.fileno(), 1):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(EngineDiedError.exit_code)
