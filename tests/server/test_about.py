@@ -206,7 +206,8 @@ async def test_the_queue_has_a_limit(make_service: MakeService, engine: FakeEngi
         response = await client.post(CHAT, json=BODY | {"stream": True})
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
-        assert "1 requests wait already" in response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
+        assert "2 requests would wait and --max-queued-requests is 1" in message
         engine.gate.set()
         assert {(await task).status_code for task in tasks} == {200}
         assert (service.open_requests, service.unanswered_requests) == (0, 0)

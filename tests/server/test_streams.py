@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tetrad.core.request import Finish, Request
+from tetrad.server import answers
 from tetrad.server.service import Service
 
 CHAT = "/v1/chat/completions"
@@ -153,3 +155,25 @@ async def test_a_half_sent_body_is_given_up_with_its_connection(address: str, en
         assert (await client.get("/health")).status_code == 200
     assert engine.seen == []
     del reader
+
+
+async def test_pieces_that_wait_already_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch):
+    """All of an answer may be there when a slow client leaves: that it left must be heard before
+    the rest is written for nobody."""
+    monkeypatch.setattr(answers, "SHARE_S", -1.0)
+    num_sent = 0
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for _ in range(1000):
+            yield b"data: x\n\n"
+
+    async def send(_: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    await answers.EventStream(pieces)({}, receive, send)
+    assert 1 <= num_sent < 100

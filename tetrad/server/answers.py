@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -17,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from tetrad.core.errors import TetradError
 from tetrad.server.encoding import DONE, event, json_bytes
 from tetrad.server.failures import body_of
+
+SHARE_S = 0.005
 
 
 class LaterJson(Response):
@@ -58,6 +61,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         has_started = False
+        turn = Turn()
         async with contextlib.aclosing(self._events()) as events:
             try:
                 async for piece in events:
@@ -65,6 +69,7 @@ class EventStream(Response):
                         has_started = True
                         await self._start(send)
                     await _send_piece(send, piece)
+                    await turn.give_way()
                 await _send_piece(send, DONE)
             except TetradError as error:
                 if not has_started:
@@ -76,6 +81,24 @@ class EventStream(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
+
+
+class Turn:
+    """How long one answer has kept the event loop.
+
+    Pieces that wait already, for a client that was slow or has left, come and go without any real
+    waiting: nobody else would have a turn before the last of them, not even the news that the
+    client has left.
+    """
+
+    def __init__(self) -> None:
+        self._began_at = time.monotonic()
+
+    async def give_way(self) -> None:
+        """Let others run when this one has had its share."""
+        if time.monotonic() - self._began_at > SHARE_S:
+            await asyncio.sleep(0)
+            self._began_at = time.monotonic()
 
 
 async def _send_piece(send: Send, piece: bytes) -> None:

@@ -102,8 +102,8 @@ class Service:
         limit = self.config.max_queued_requests
         if limit is not None and (queued := self._queued(engine, num_requests)) > limit:
             raise CapacityError(
-                f"{queued - num_requests} requests wait already and --max-queued-requests is "
-                f"{limit}; try again later."
+                f"{queued} requests would wait and --max-queued-requests is {limit}; try again "
+                "later."
             )
 
     def _queued(self, engine: EnginePort, num_requests: int) -> int:
