@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -80,6 +81,9 @@ def test_config_is_not_json(tmp_path: Path):
     assert "config.json is not valid JSON" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     assert "must hold a JSON object, not list" in refusal(tmp_path)
+    for endless in ("[" * 100_000, '{"a": ' + "1" * 10_000 + "}"):
+        (tmp_path / "config.json").write_text(endless)
+        assert "config.json is not valid JSON" in refusal(tmp_path)
 
 
 def test_no_weights(tmp_path: Path):
@@ -164,6 +168,18 @@ def test_a_file_that_is_something_else(tmp_path: Path):
     assert "is not a safetensors file" in refusal(tmp_path)
     file.write_bytes((2).to_bytes(8, "little") + b"[]")
     assert "its header is not an object" in refusal(tmp_path)
+    for endless in (b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' + b"1" * 10_000 + b"}"):
+        file.write_bytes(len(endless).to_bytes(8, "little") + endless)
+        assert "is not a safetensors file" in refusal(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_what_only_looks_like_a_file_is_not_read(tmp_path: Path):
+    """Reading a pipe would wait for ever."""
+    write_folder(tmp_path, A)
+    (tmp_path / "folder.safetensors").mkdir()
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert sorted(read_catalogue(tmp_path)) == ["a.weight"]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +188,13 @@ def test_a_file_that_is_something_else(tmp_path: Path):
         {"dtype": "F32", "shape": [2]},
         {"dtype": "F32", "shape": None, "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": ["0", "8"]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0.5, 8.5]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [False, 8]},
         [],
     ],
 )

@@ -295,3 +295,19 @@ def test_other_tensors_are_copied_whatever_their_type(tmp_path: Path):
     after = stored(tmp_path / "out")
     for name in ("count", "mask", "empty"):
         assert torch.equal(after[name], tensors[name])
+
+
+def test_links_in_the_target_are_replaced_and_not_followed(source: Path, tmp_path: Path):
+    """They may lead to the source, or to another model."""
+    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
+    target, other = tmp_path / "out", tmp_path / "other.json"
+    other.write_text("another model's", encoding="utf-8")
+    target.mkdir()
+    for name in ("config.json", "tokenizer.json", "quantize_report.json"):
+        (target / name).symlink_to(other)
+    (target / "model.safetensors").symlink_to(source / "model.safetensors")
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    run(source, target, force=True)
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    assert other.read_text(encoding="utf-8") == "another model's"
+    assert not any(file.is_symlink() for file in target.iterdir())

@@ -13,7 +13,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError when it holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}.")

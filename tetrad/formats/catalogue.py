@@ -47,7 +47,7 @@ def read_catalogue(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX_NAME
     if index.is_file():
         return _read_indexed(folder, _read_weight_map(index))
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
         raise CheckpointError(_nothing_to_load(folder))
     return _merge(files)
@@ -140,7 +140,7 @@ def _parse_header(file: Path) -> tuple[dict[str, Any], int]:
         )
     try:
         header = json.loads(text, object_pairs_hook=_object_without_twins)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}.") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is not a safetensors file: its header is not an object.")
@@ -158,9 +158,9 @@ def _object_without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _stored_tensor(file: Path, name: str, entry: Any) -> StoredTensor:
     try:
-        start, end = entry["data_offsets"]
-        shape = tuple(int(size) for size in entry["shape"])
-        tensor = StoredTensor(name, file, str(entry["dtype"]), shape, int(end) - int(start))
+        start, end = map(_natural, entry["data_offsets"])
+        shape = tuple(map(_natural, entry["shape"]))
+        tensor = StoredTensor(name, file, str(entry["dtype"]), shape, end - start)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file: its entry for '{name}' is malformed."
@@ -168,3 +168,9 @@ def _stored_tensor(file: Path, name: str, entry: Any) -> StoredTensor:
     if tensor.nbytes < 0 or (math.prod(shape) > 0) != (tensor.nbytes > 0):
         raise CheckpointError(f"{file} is damaged: tensor '{name}' has {tensor.nbytes} bytes.")
     return tensor
+
+
+def _natural(value: Any) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    raise ValueError(f"{value!r} is no size")

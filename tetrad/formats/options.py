@@ -27,7 +27,9 @@ class QuantizeConfig(Config):
         group="Choice",
     )
     force: bool = option(False, "Replace the checkpoint that the target holds.", group="Output")
-    max_shard_gb: float = option(5.0, "Largest file to write, in GB.", group="Output", gt=0)
+    max_shard_gb: float = option(
+        5.0, "Largest file to write, in GB.", group="Output", gt=0, le=1_000_000
+    )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Where to compute; auto takes the GPU when there is one.", group="Output"
     )

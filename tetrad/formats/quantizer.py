@@ -76,7 +76,7 @@ def run(
         _clear(target)
         write_shards(target, plan, _convert(checkpoint, selected, report), max_shard_bytes)
         _copy_companions(source, target)
-        (target / REPORT_NAME).write_text(report.to_json(), encoding="utf-8")
+        _fresh(target / REPORT_NAME).write_text(report.to_json(), encoding="utf-8")
         _write_configs(checkpoint, selected, target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error}.") from error
@@ -226,12 +226,19 @@ def _clear(target: Path) -> None:
         shard.unlink()
 
 
+def _fresh(path: Path) -> Path:
+    """`path`, free to be written: what was there may be a link, and the file it leads to is not
+    ours to overwrite."""
+    path.unlink(missing_ok=True)
+    return path
+
+
 def _copy_companions(source: Path, target: Path) -> None:
     """Tokenizer, chat template, generation defaults, licence: all files that are not weights."""
     left_out = {"config.json", HF_QUANT_CONFIG, INDEX_NAME, REPORT_NAME}
     for file in source.iterdir():
         if file.is_file() and file.name not in left_out and file.suffix not in _WEIGHT_FILES:
-            shutil.copyfile(file, target / file.name)
+            shutil.copyfile(file, _fresh(target / file.name))
 
 
 def _write_configs(checkpoint: Checkpoint, selected: set[str], target: Path) -> None:
@@ -260,4 +267,6 @@ def _write_configs(checkpoint: Checkpoint, selected: set[str], target: Path) -> 
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _fresh(path).write_text(
+        json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
