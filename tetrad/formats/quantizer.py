@@ -130,8 +130,8 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         stored = checkpoint.stored(name)
         if name.endswith(("weight", "weight_packed")) and stored.dtype not in DENSE_DTYPES:
             raise CheckpointError(
-                f"{checkpoint.folder} is already quantised ('{name}' is stored as {stored}); "
-                f"{advice}."
+                f"'{name}' in {checkpoint.folder} is stored as {stored}, and only bf16, fp16 and "
+                f"fp32 weights can be quantised; {advice}."
             )
 
 
