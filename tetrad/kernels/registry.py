@@ -42,6 +42,10 @@ from tetrad.kernels.route import reference as route_torch
 from tetrad.kernels.sample import check as sample_check
 from tetrad.kernels.sample import contract as sample
 from tetrad.kernels.sample import reference as sample_torch
+from tetrad.kernels.sort_tokens import check as sort_tokens_check
+from tetrad.kernels.sort_tokens import contract as sort_tokens
+from tetrad.kernels.sort_tokens import reference as sort_tokens_torch
+from tetrad.kernels.sort_tokens import triton as sort_tokens_triton
 from tetrad.kernels.store_latent import check as store_latent_check
 from tetrad.kernels.store_latent import contract as store_latent
 from tetrad.kernels.store_latent import reference as store_latent_torch
@@ -61,6 +65,7 @@ OPS: Mapping[str, Op] = {
         _op(linear, linear_check, linear_torch),
         _op(activation, activation_check, activation_torch),
         _op(route, route_check, route_torch),
+        _op(sort_tokens, sort_tokens_check, sort_tokens_triton, sort_tokens_torch),
         _op(experts, experts_check, experts_torch),
         _op(store_latent, store_latent_check, store_latent_torch),
         _op(index_score, index_score_check, index_score_torch),

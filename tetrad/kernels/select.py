@@ -44,6 +44,7 @@ class OpSet:
     linear: Backend
     activation: Backend
     route: Backend
+    sort_tokens: Backend
     experts: Backend
     store_latent: Backend
     index_score: Backend
