@@ -41,6 +41,9 @@ class Case:
 
     name: str
     values: Mapping[str, Any]
+    is_large: bool = False
+    """Its inputs are drawn on the device, in whatever way is quick: weights as random codes and
+    scales. Other cases are drawn on the CPU, so that every device gets the same numbers."""
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]

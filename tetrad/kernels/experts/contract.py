@@ -6,7 +6,10 @@ from tetrad.kernels.contract import BITS_PER_WEIGHT, Argument, Case, Contract, c
 
 
 def touched_experts(case: Case) -> float:
-    """Experts that get a token: all of `used`, less those that random routing misses."""
+    """Experts that get a token: all of `used`, less those that random routing misses; or those that
+    `rows_per_expert` names, where a case has it."""
+    if "rows_per_expert" in case.values:
+        return float(sum(count > 0 for count in case["rows_per_expert"]))
     tokens, used, chosen = case["T"], case["used"], case["K"]
     return float(used * (1.0 - (1.0 - chosen / used) ** tokens))
 
