@@ -46,6 +46,7 @@ class OpSet:
     route: Backend
     sort_tokens: Backend
     experts: Backend
+    reduce_experts: Backend
     store_latent: Backend
     index_score: Backend
     index_select: Backend

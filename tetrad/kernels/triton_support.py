@@ -16,7 +16,7 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["MIN_CAPABILITY", "cdiv", "jit", "next_power_of_2", "tl", "why_not"]
+__all__ = ["MIN_CAPABILITY", "cdiv", "jit", "next_power_of_2", "row_warps", "tl", "why_not"]
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bf16 in its tensor cores."""
@@ -50,3 +50,8 @@ def cdiv(size: int, part: int) -> int:
 def next_power_of_2(size: int) -> int:
     """The smallest power of two that is at least `size`; tile edges are powers of two."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def row_warps(columns: int) -> int:
+    """Warps for a program that holds a row of so many columns: at most 32 for each thread."""
+    return min(32, max(1, columns // 512))
