@@ -1,0 +1,373 @@
+"""The kernel of the routed experts: a grouped matrix product over rows gathered by index.
+
+One program computes the output features of one packed weight tile (128 matrix rows) for one tile of
+token rows that all chose the same expert. The weights are the left operand and stay in registers
+from the moment they are decoded; the token rows come through shared memory. In `packing.py` stands
+how the codes lie: a lane's sixteen bytes are exactly the fragments it feeds to the tensor core, on
+Hopper (wgmma, register operand) as before and after it (mma.sync).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.experts import reference
+from tetrad.kernels.experts.prepared import GroupedExperts, Operand, Prepared, prepare
+from tetrad.kernels.experts.tiles import TileShape, fitted, tile_for
+from tetrad.kernels.reduce_experts import triton as reduce_experts
+from tetrad.kernels.sort_tokens import triton as sort_tokens
+from tetrad.kernels.triton_support import cdiv, jit, tl, why_not
+
+HAS_BF16_MUL = (9, 0)
+"""From this capability on `mul.bf16x2` exists."""
+
+
+def _times(target: str, scale: str, has_bf16_mul: bool) -> str:
+    """PTX: two bf16 times two scales; exact, subnormals kept."""
+    if has_bf16_mul:
+        return f"mul.bf16x2 {target}, {target}, {scale};"
+    return f"fma.rn.bf16x2 {target}, {target}, {scale}, minus_zero;"
+
+
+def _three_pairs(word: str, first: int, scales: tuple[str, str], has_bf16_mul: bool) -> str:
+    """PTX: the three code pairs that a mask alone lifts out of a word."""
+    lines = []
+    for pair, shift in enumerate((0, 3, 6)):
+        target, source = f"pair{first + pair}", word
+        if shift:
+            lines.append(f"shl.b32 moved, {word}, {shift};")
+            source = "moved"
+        lines.append(f"and.b32 {target}, {source}, 0x81C081C0;")
+        lines.append(_times(target, scales[pair % 2], has_bf16_mul))
+    return "\n".join(lines)
+
+
+@functools.cache
+def decode_ptx(has_bf16_mul: bool) -> str:
+    """PTX from one 64-bit word (16 codes) and one 32-bit word (4 scales) to 16 bf16 weights.
+
+    17 integer operations and 8 multiplications for 16 weights. $16 is the word, $17 the scales;
+    `base` adds the upper exponent bits of two bf16 scales. `has_bf16_mul`: the target
+    has `mul.bf16x2`.
+    """
+    stores = "\n".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair{i};" for i in range(8))
+    return f"""
+{{
+.reg .b32 word<2>, moved, low, high, tail, both, sign, base, minus_zero, scale<4>, pair<8>;
+.reg .b16 half<4>;
+mov.b32 minus_zero, 0x80008000;
+mov.b32 base, 0x70007000;
+mov.b64 {{word0, word1}}, $16;
+shl.b32 low, $17, 4;
+lop3.b32 low, low, 0x0FF00FF0, base, 0xEA;
+shr.b32 high, $17, 4;
+lop3.b32 high, high, 0x0FF00FF0, base, 0xEA;
+mov.b32 {{half0, half1}}, low;
+mov.b32 {{half2, half3}}, high;
+mov.b32 scale0, {{half0, half0}};
+mov.b32 scale1, {{half1, half1}};
+mov.b32 scale2, {{half2, half2}};
+mov.b32 scale3, {{half3, half3}};
+{_three_pairs("word0", 0, ("scale0", "scale1"), has_bf16_mul)}
+{_three_pairs("word1", 4, ("scale2", "scale3"), has_bf16_mul)}
+shr.b32 tail, word1, 5;
+lop3.b32 both, word0, tail, 0x6C006C00, 0xE4;
+shl.b32 moved, both, 1;
+shr.b32 tail, both, 3;
+and.b32 sign, moved, 0x80008000;
+lop3.b32 pair3, tail, 0x01C001C0, sign, 0xEA;
+{_times("pair3", "scale1", has_bf16_mul)}
+shl.b32 sign, both, 2;
+and.b32 sign, sign, 0x80008000;
+lop3.b32 sign, both, 0x01000100, sign, 0xEA;
+lop3.b32 pair7, moved, 0x00C000C0, sign, 0xEA;
+{_times("pair7", "scale3", has_bf16_mul)}
+{stores}
+}}
+"""
+
+
+@jit()
+def _decode_in_ptx(words, scales, PTX: tl.constexpr):
+    """Sixteen bf16 tensors from words and scales, in the order of `packing.FIELDS`."""
+    return tl.inline_asm_elementwise(
+        PTX,
+        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,l,r",
+        [words, scales],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@jit()
+def _number(sign, magnitude, scale):
+    """fp32 of an e2m1 code in two parts, times its scale."""
+    exponent = magnitude >> 1
+    mantissa = magnitude & 1
+    halves = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+    value = halves.to(tl.float32) * 0.5
+    return tl.where(sign == 0, value, -value) * scale
+
+
+@jit()
+def _scale(scales, PLACE: tl.constexpr):
+    """fp32 of one E5M3 byte, at 2^-7 of its worth as the PTX leaves it (the factor is 2^-126)."""
+    bits = (((scales >> (8 * PLACE)) & 0xFF) << 4 | 0x7000) << 16
+    return bits.to(tl.float32, bitcast=True) * 1.1754943508222875e-38
+
+
+@jit()
+def _plain(word, SHIFT: tl.constexpr, scale):
+    """One of the three code pairs that lie in one piece."""
+    moved = word << SHIFT
+    return _number((moved >> 15) & 1, (moved >> 6) & 7, scale)
+
+
+@jit()
+def _decode_by_arithmetic(words, scales):
+    """What `decode_ptx` does, in fp32 and in steps that the interpreter knows."""
+    first = words.to(tl.int32)
+    second = (words >> 32).to(tl.int32)
+    s0, s1, s2, s3 = _scale(scales, 0), _scale(scales, 2), _scale(scales, 1), _scale(scales, 3)
+    f_high, s_high = first >> 16, second >> 16
+    return (
+        _plain(first, 0, s0), _plain(f_high, 0, s0), _plain(first, 3, s1), _plain(f_high, 3, s1),
+        _plain(first, 6, s0), _plain(f_high, 6, s0),
+        _tail_of_first(first, second, s1), _tail_of_first(f_high, s_high, s1),
+        _plain(second, 0, s2), _plain(s_high, 0, s2), _plain(second, 3, s3), _plain(s_high, 3, s3),
+        _plain(second, 6, s2), _plain(s_high, 6, s2),
+        _tail_of_second(first, second, s3), _tail_of_second(f_high, s_high, s3),
+    )  # fmt: skip
+
+
+@jit()
+def _tail_of_first(first, second, scale):
+    """The first word's fourth pair, of which one bit lies in the second word."""
+    return _number((first >> 14) & 1, ((first >> 9) & 6) | ((second >> 14) & 1), scale)
+
+
+@jit()
+def _tail_of_second(first, second, scale):
+    """The second word's fourth pair, whose sign lies in the first word."""
+    magnitude = ((second >> 11) & 4) | ((second >> 10) & 3)
+    return _number((first >> 13) & 1, magnitude, scale)
+
+
+@jit()
+def _weights(words, scales, BK: tl.constexpr, PTX: tl.constexpr):
+    """[128, BK] weights from one packed tile of 128 rows and BK columns."""
+    w = words.reshape(BK // 64, 8, 8, 4, 2)
+    s = scales.reshape(BK // 64, 8, 8, 1, 2).broadcast_to(BK // 64, 8, 8, 4, 2)
+    p = _decode_by_arithmetic(w, s) if PTX == "" else _decode_in_ptx(w, s, PTX)
+    q0 = tl.join(tl.join(p[0], p[1]), tl.join(p[2], p[3]))
+    q1 = tl.join(tl.join(p[4], p[5]), tl.join(p[6], p[7]))
+    q2 = tl.join(tl.join(p[8], p[9]), tl.join(p[10], p[11]))
+    q3 = tl.join(tl.join(p[12], p[13]), tl.join(p[14], p[15]))
+    # axes: k granule, 16-row block, row in 8, lane pair, k32 | k parity, row half, k half, k16
+    a = tl.join(tl.join(q0, q1), tl.join(q2, q3))
+    return a.permute(1, 6, 2, 0, 4, 8, 7, 3, 5).reshape(128, BK)
+
+
+@jit()
+def _packed_product(
+    words, scales, x_at, first_k, expert, column,
+    NUM_COLUMNS: tl.constexpr, IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """fp32 [128, BM]: a packed tile times the token rows that `x_at` points to."""
+    STEPS: tl.constexpr = (IN + BK - 1) // BK
+    GRANULES: tl.constexpr = (IN + 63) // 64
+    tile = (expert * NUM_COLUMNS + column) * GRANULES
+    word_at = words + tile * 512 + tl.arange(0, BK * 8)
+    scale_at = scales + tile * 128 + tl.arange(0, BK * 2)
+    acc = tl.zeros((128, BM), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        w = tl.load(word_at)
+        s = tl.load(scale_at)
+        if IN % BK == 0:
+            token = tl.load(x_at)
+        else:
+            token = tl.load(x_at, mask=first_k < IN - step * BK, other=0.0)
+        a = _weights(w, s, BK, PTX)
+        if PTX == "":
+            acc = tl.dot(a, token.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, token, acc)
+            # Triton 3.6 lets the next step overwrite registers that a wgmma still reads (its issue
+            # 9433). Touching the accumulator makes it wait for them first.
+            acc = tl.inline_asm_elementwise(
+                "", "=r,0", [acc], dtype=tl.float32, is_pure=False, pack=1
+            )
+        word_at += BK * 8
+        scale_at += BK * 2
+        x_at += BK
+    return acc
+
+
+@jit()
+def _dense_product(
+    first, second, x_at, first_k, expert, column,
+    OUT: tl.constexpr, IN: tl.constexpr, IS_GATE_UP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The same from bf16 matrices [E, OUT, IN]; rows 64 and beyond of a tile are `second`'s."""
+    row = tl.arange(0, 128)
+    matrix = tl.where(row < 64, first, second)
+    feature = column * 64 + row % 64 if IS_GATE_UP else column * 128 + row
+    feature = tl.minimum(feature, OUT - 1)
+    k = tl.arange(0, BK)
+    a_at = (matrix + (expert * OUT + feature) * IN)[:, None] + k[None, :]
+    acc = tl.zeros((128, BM), tl.float32)
+    for step in tl.range(0, (IN + BK - 1) // BK, num_stages=STAGES):
+        if IN % BK == 0:
+            a = tl.load(a_at)
+            token = tl.load(x_at)
+        else:
+            a = tl.load(a_at, mask=k[None, :] < IN - step * BK, other=0.0)
+            token = tl.load(x_at, mask=first_k < IN - step * BK, other=0.0)
+        if PTX == "":
+            acc = tl.dot(a.to(tl.float32), token.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, token, acc)
+        a_at += BK
+        x_at += BK
+    return acc
+
+
+@jit(do_not_specialize_on_alignment=["tile_expert", "num_tiles"])
+def grouped_product(
+    x, first, second, global_scale, rows, tile_expert, num_tiles, out,
+    OUT: tl.constexpr, IN: tl.constexpr, SLOTS: tl.constexpr, IS_GATE_UP: tl.constexpr,
+    IS_PACKED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One matrix product of all experts, with what follows it. `TileShape` explains the sizes.
+
+    gate_up: x [T, IN] is read at row // SLOTS; out [positions, OUT] is silu(gate) * up.
+    down: x [positions, IN] is read in order; out [T * SLOTS, OUT] is written at the row.
+
+    Packed weights come as words, scales and a global scale; dense ones as gate and up, or as down
+    twice. How many tiles there are is read on the device; a program that has none
+    returns at once. OUT and IN are constants of the program because ptxas makes every wgmma wait
+    for the last when the loop might not run at all.
+    """
+    FEATURES: tl.constexpr = 64 if IS_GATE_UP else 128
+    NUM_COLUMNS: tl.constexpr = (OUT + FEATURES - 1) // FEATURES
+    item = tl.program_id(0)
+    inside = item % (GROUP * NUM_COLUMNS)
+    tile = item // (GROUP * NUM_COLUMNS) * GROUP + inside % GROUP
+    column = inside // GROUP
+    if tile < tl.load(num_tiles):
+        expert = tl.load(tile_expert + tile).to(tl.int64)
+        position = tile * BM + tl.arange(0, BM)
+        row = tl.load(rows + position)
+        source = tl.maximum(row, 0) // SLOTS if IS_GATE_UP else position
+        k = tl.arange(0, BK)
+        x_at = x + source.to(tl.int64)[None, :] * IN + k[:, None]
+        if IS_PACKED:
+            acc = _packed_product(
+                first, second, x_at, k[:, None], expert, column,
+                NUM_COLUMNS, IN, BM, BK, STAGES, PTX,
+            )  # fmt: skip
+        else:
+            acc = _dense_product(
+                first, second, x_at, k[:, None], expert, column,
+                OUT, IN, IS_GATE_UP, BM, BK, STAGES, PTX,
+            )  # fmt: skip
+        if IS_GATE_UP:
+            gate, up = acc.reshape(2, 64, BM).permute(1, 2, 0).split()
+            if IS_PACKED:
+                gate *= tl.load(global_scale + expert * 2)
+                up *= tl.load(global_scale + expert * 2 + 1)
+            y = gate / (1.0 + tl.exp(-gate)) * up
+            target = position
+        else:
+            y = acc
+            if IS_PACKED:
+                y *= tl.load(global_scale + expert)
+            target = row
+        feature = column * FEATURES + tl.arange(0, FEATURES)
+        at = out + target.to(tl.int64)[:, None] * OUT + feature[None, :]
+        mask = (row >= 0)[:, None] & (feature < OUT)[None, :]
+        tl.store(at, y.trans().to(out.dtype.element_ty), mask=mask)
+
+
+def run(
+    x: Tensor,
+    weight: Prepared,
+    ids: Tensor,
+    slot_weights: Tensor,
+    shared: Tensor | None,
+) -> Tensor:
+    """Sort, two grouped products, weighted sum: four launches, none of which the host waits for."""
+    if not isinstance(weight, GroupedExperts):
+        return reference.run(x, weight, ids, slot_weights, shared)
+    num_tokens, num_slots = ids.shape
+    capability = torch.cuda.get_device_capability(x.device)
+    tile = tile_for(ids.numel(), weight.num_experts, capability)
+    rows, tile_expert, num_tiles = sort_tokens.run(ids.contiguous(), weight.num_experts, tile.rows)
+    grouping = Grouping(rows, tile_expert, num_tiles, num_slots, tile, capability)
+    hidden = x.new_empty(len(rows), weight.gate_up.features)
+    grouped(x.contiguous(), weight.gate_up, grouping, hidden, is_gate_up=True)
+    by_slot = x.new_empty(num_tokens * num_slots, weight.down.features)
+    grouped(hidden, weight.down, grouping, by_slot, is_gate_up=False)
+    return reduce_experts.run(
+        by_slot,
+        ids.contiguous(),
+        slot_weights.contiguous(),
+        shared if shared is None else shared.contiguous(),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """The rows of a step in tiles, as `sort_tokens` returns them, and how tiles are computed."""
+
+    rows: Tensor
+    tile_expert: Tensor
+    num_tiles: Tensor
+    num_slots: int
+    tile: TileShape
+    capability: tuple[int, int]
+
+
+def grouped(
+    x: Tensor, weights: Operand, grouping: Grouping, out: Tensor, *, is_gate_up: bool
+) -> None:
+    """Launch one grouped product; see `grouped_product`."""
+    tile = fitted(grouping.tile, weights.granules, grouping.capability, weights.is_packed)
+    most_tiles = cdiv(len(grouping.tile_expert), tile.group) * tile.group
+    grouped_product[(most_tiles * weights.num_columns,)](
+        x,
+        weights.first,
+        weights.second,
+        weights.global_scale,
+        grouping.rows,
+        grouping.tile_expert,
+        grouping.num_tiles,
+        out,
+        OUT=weights.features,
+        IN=weights.width,
+        SLOTS=grouping.num_slots,
+        IS_GATE_UP=is_gate_up,
+        IS_PACKED=weights.is_packed,
+        BM=tile.rows,
+        BK=tile.columns,
+        GROUP=tile.group,
+        STAGES=tile.stages,
+        PTX=decode_ptx(grouping.capability >= HAS_BF16_MUL),
+        num_warps=tile.warps,
+    )
+
+
+BACKEND = Backend("triton", run, why_not, prepare)
