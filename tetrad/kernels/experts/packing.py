@@ -24,8 +24,8 @@ subnormals included; the fourth pair takes a few operations more, and both steps
 A scale is a byte E5M3 with a bias that suits bfloat16: the byte at bits 11..4 under the constant
 bits 14..12 is worth scale * 2^119. Bytes from low to high: (row g, even step), (row g, odd step),
 (row g + 8, even), (row g + 8, odd). Products of code and scale are exact in bfloat16 and come out
-times 2^-7; the fp32 global scale makes up for that. A zero scale has no such byte: its codes become zero
-instead. A negative scale flips the signs of its codes. NaN stays NaN.
+times 2^-7; the fp32 global scale makes up for that. A zero scale has no such byte: its codes become
+zero instead. A negative scale flips the signs of its codes. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from tetrad.formats.weights import NVFP4_BLOCK, Nvfp4Weight
 
 TILE_ROWS = 128
 """Matrix rows of a tile; half gate and half up rows where both are joined."""
+BLOCK_ROWS = 16
+"""Matrix rows of one fragment."""
 GRANULE_COLUMNS = 64
 WORDS_PER_GRANULE = TILE_ROWS * GRANULE_COLUMNS // 16
 SCALES_PER_GRANULE = TILE_ROWS * GRANULE_COLUMNS // (4 * NVFP4_BLOCK)
@@ -113,7 +115,9 @@ def num_tiles(rows: int, parts: int) -> int:
 
 
 def pack(parts: tuple[Nvfp4Weight, ...]) -> PackedMatrix:
-    """One stack, or gate and up joined: each tile then holds 64 rows of gate, then 64 of up.
+    """One stack, or gate and up joined: rows g of a block are then gate's, rows g + 8 up's.
+
+    So both halves of a feature end in one thread, whatever the tensor core instruction.
 
     Rows and columns are filled up with zeros to whole tiles and granules. Works on the device of
     the weights, a few experts at a time.
@@ -141,14 +145,15 @@ def _joined(
 
     Codes are ready to go: zero under a zero scale, signs flipped under a negative one.
     """
-    share = TILE_ROWS // len(parts)
+    blocks, share = tiles * TILE_ROWS // BLOCK_ROWS, BLOCK_ROWS // len(parts)
+    width = granules * GRANULE_COLUMNS
     all_codes, all_scales = [], []
     for part in parts:
         codes, scales = part.codes[chunk], part.scales[chunk].view(torch.uint8)
-        codes = _signs_applied(codes, scales)
-        rows, width = tiles * share, granules * GRANULE_COLUMNS
-        all_codes.append(_filled_up(codes, rows, width // 2).view(-1, tiles, share, width // 2))
-        all_scales.append(_filled_up(scales, rows, width // 16).view(-1, tiles, share, width // 16))
+        codes = _filled_up(_signs_applied(codes, scales), blocks * share, width // 2)
+        scales = _filled_up(scales, blocks * share, width // NVFP4_BLOCK)
+        all_codes.append(codes.view(-1, blocks, share, width // 2))
+        all_scales.append(scales.view(-1, blocks, share, width // NVFP4_BLOCK))
     return torch.cat(all_codes, dim=2).flatten(1, 2), torch.cat(all_scales, dim=2).flatten(1, 2)
 
 

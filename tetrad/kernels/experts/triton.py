@@ -220,10 +220,10 @@ def _dense_product(
     OUT: tl.constexpr, IN: tl.constexpr, IS_GATE_UP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The same from bf16 matrices [E, OUT, IN]; rows 64 and beyond of a tile are `second`'s."""
+    """The same from bf16 matrices [E, OUT, IN]; the upper half of each 16 is `second`'s."""
     row = tl.arange(0, 128)
-    matrix = tl.where(row < 64, first, second)
-    feature = column * 64 + row % 64 if IS_GATE_UP else column * 128 + row
+    matrix = tl.where(row % 16 < 8, first, second)
+    feature = column * 64 + row // 16 * 8 + row % 8 if IS_GATE_UP else column * 128 + row
     feature = tl.minimum(feature, OUT - 1)
     k = tl.arange(0, BK)
     a_at = (matrix + (expert * OUT + feature) * IN)[:, None] + k[None, :]
@@ -285,7 +285,8 @@ def grouped_product(
                 OUT, IN, IS_GATE_UP, BM, BK, STAGES, PTX,
             )  # fmt: skip
         if IS_GATE_UP:
-            gate, up = acc.reshape(2, 64, BM).permute(1, 2, 0).split()
+            gate, up = acc.reshape(8, 2, 8, BM).permute(0, 2, 3, 1).split()
+            gate, up = gate.reshape(64, BM), up.reshape(64, BM)
             if IS_PACKED:
                 gate *= tl.load(global_scale + expert * 2)
                 up *= tl.load(global_scale + expert * 2 + 1)
