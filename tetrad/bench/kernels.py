@@ -23,6 +23,7 @@ from tetrad.bench.kernels_check import Arguments, Truth, changes_an_argument, tr
 from tetrad.core.arch import ModelArch
 from tetrad.core.records import CallTime, Ceilings, KernelTiming
 from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.canary import told
 from tetrad.kernels.contract import Case, num_rows
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
@@ -131,7 +132,7 @@ class _Bench:
             sets = self._inputs(cell)
             truth = truth_of(cell.op, sets[0])
         except Exception as error:  # noqa: BLE001  # whatever a device refuses, the rest goes on
-            yield from self.without_time(cell, "failed", f"making the inputs: {_told(error)}")
+            yield from self.without_time(cell, "failed", f"making the inputs: {told(error)}")
             return
         for backend in backends:
             yield self._row(cell, backend, **self._try(backend, sets, truth, budget_s))
@@ -166,7 +167,7 @@ class _Bench:
             del results
             time_ = self.timer.time(calls, budget_s / len(self.plan.wanted(truth.op)))
         except Exception as error:  # noqa: BLE001  # a kernel may fail in any way; the row says how
-            return {"status": "failed", "detail": _told(error)}
+            return {"status": "failed", "detail": told(error)}
         return {"status": "ok", "error": error, "time": time_, "clocks": _clocks(self.plan.device)}
 
     def _call(self, op: Op, backend: Backend, arguments: Arguments) -> Callable[[], Any]:
@@ -244,12 +245,6 @@ def _wrong(error: float) -> dict[str, Any]:
     if math.isnan(error):
         return {"status": "wrong", "detail": "a result is not finite, or of another shape"}
     return {"status": "wrong", "error": error, "detail": f"relative error {error:.2g}"}
-
-
-def _told(error: Exception) -> str:
-    """The first line, for one row of a table."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def _storages(arguments: Arguments) -> set[int]:

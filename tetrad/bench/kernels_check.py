@@ -27,7 +27,7 @@ Arguments = dict[str, Any]
 Results = tuple[Tensor, ...]
 
 ROW_LETTERS = ("T", "R")
-CHECKED_NUMBERS = 200_000
+CHECKED_NUMBERS = 50_000
 """About how many input numbers the float64 check may read; more would take it seconds."""
 MOST_ROWS, FEWEST_ROWS = 16, 2
 MOST_EXPERT_SLOTS = 8
