@@ -51,6 +51,7 @@ from tetrad.kernels.route import triton as route_triton
 from tetrad.kernels.sample import check as sample_check
 from tetrad.kernels.sample import contract as sample
 from tetrad.kernels.sample import reference as sample_torch
+from tetrad.kernels.sample import triton as sample_triton
 from tetrad.kernels.sort_tokens import check as sort_tokens_check
 from tetrad.kernels.sort_tokens import contract as sort_tokens
 from tetrad.kernels.sort_tokens import reference as sort_tokens_torch
@@ -82,6 +83,6 @@ OPS: Mapping[str, Op] = {
         _op(index_score, index_score_check, index_score_torch),
         _op(index_select, index_select_check, index_select_torch),
         _op(mla, mla_check, mla_torch),
-        _op(sample, sample_check, sample_torch),
+        _op(sample, sample_check, sample_triton, sample_torch),
     )
 }

@@ -41,6 +41,7 @@ def reduce_kernel(
 
 def run(rows: Tensor, ids: Tensor, slot_weights: Tensor, shared: Tensor | None) -> Tensor:
     """All arguments must be contiguous."""
+    assert rows.is_contiguous()
     num_tokens, num_slots = ids.shape
     width = rows.shape[1]
     y = rows.new_empty(num_tokens, width)

@@ -83,6 +83,7 @@ def run(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """`logits` must be contiguous."""
+    assert logits.is_contiguous()
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty(num_tokens, experts_per_token)
     ids = logits.new_empty(num_tokens, experts_per_token, dtype=torch.int64)

@@ -76,6 +76,7 @@ def sort_kernel(
 
 def run(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """`ids` must be contiguous."""
+    assert ids.is_contiguous()
     num_slots = ids.numel()
     most = max_tiles(num_slots, num_experts, block)
     buffer = ids.new_empty(most * (block + 1) + 1, dtype=torch.int32)

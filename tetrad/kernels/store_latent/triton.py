@@ -34,6 +34,7 @@ def store_kernel(
 
 def run(pool: Tensor, slots: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Columns of `left` and `right` must lie side by side; `pool` must be contiguous."""
+    assert pool.is_contiguous()
     num_tokens, left_width = left.shape
     right_width = right.shape[1]
     store_kernel[(num_tokens,)](
