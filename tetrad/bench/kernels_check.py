@@ -175,7 +175,7 @@ def _some_columns(arguments: Arguments) -> Narrowing:
     ).flatten()
     grid = {"scale_inv": blocks} if isinstance(weight, Fp8BlockWeight) else {}
     parts = {
-        name: part[grid.get(name, columns)] if part.ndim else part
+        name: _pick_rows(part, grid.get(name, columns)) if part.ndim else part
         for name, part in weight.tensors().items()
     }
     narrowed = arguments | {"weight": type(weight)(**parts)}
@@ -183,8 +183,15 @@ def _some_columns(arguments: Arguments) -> Narrowing:
 
 
 def _pick(stack: Weight, which: Tensor) -> Weight:
-    parts = {name: tensor[which] for name, tensor in stack.tensors().items()}
+    parts = {name: _pick_rows(tensor, which) for name, tensor in stack.tensors().items()}
     return type(stack)(**parts)
+
+
+def _pick_rows(part: Tensor, which: Tensor) -> Tensor:
+    """Along the first axis; as bytes, since not every device can index small floats."""
+    if part.element_size() == 1:
+        return part.view(torch.uint8)[which].view(part.dtype)
+    return part[which]
 
 
 _NARROW: Mapping[str, Callable[[Arguments], Narrowing]] = {
