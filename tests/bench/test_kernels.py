@@ -208,6 +208,18 @@ def test_figures_follow_from_time_cost_and_ceilings(monkeypatch: pytest.MonkeyPa
     assert bound == "compute"
 
 
+def test_what_a_backend_issued_is_recorded(monkeypatch: pytest.MonkeyPatch):
+    """It is asked with the arguments of the timed call."""
+    padded = replace(
+        OPS["linear"].backends["torch"],
+        issued_flops=lambda a: 2.0 * 16 * a["weight"].shape[0] * a["weight"].shape[1],
+    )
+    monkeypatch.setitem(OPS, "linear", replace(OPS["linear"], backends={"torch": padded}))
+    row = rows(plan("linear"))[0]
+    assert row.issued_flops == pytest.approx(row.flops * 16 / 3)
+    assert rows(plan("rms_norm"))[0].issued_flops is None
+
+
 def test_small_inputs_come_in_several_sets():
     timer = FixedTimer(cache_bytes=1 << 30)
     rows(plan("rms_norm"), timer)

@@ -84,6 +84,7 @@ def test_a_gpu_replays_graphs_and_falls_back_for_calls_that_wait():
     graph = timer.time([lambda: numbers.mul_(1.0)], budget_s=0.05)
     assert (graph.method, graph.note) == ("graph", "")
     assert 0 < graph.min_us <= graph.median_us
+    assert graph.launches == 1
     waiting = timer.time([lambda: numbers.sum().item()], budget_s=0.05)
     assert waiting.method == "events"
     assert "waits for the device" in waiting.note

@@ -168,9 +168,17 @@ class _Bench:
             time_ = self.timer.time(calls, budget_s / len(self.plan.wanted(truth.op)))
         except Exception as error:  # noqa: BLE001  # a kernel may fail in any way; the row says how
             return {"status": "failed", "detail": told(error)}
-        return {"status": "ok", "error": error, "time": time_, "clocks": _clocks(self.plan.device)}
+        return {
+            "status": "ok",
+            "error": error,
+            "time": time_,
+            "clocks": _clocks(self.plan.device),
+            "issued_flops": backend.issued_flops(calls[0].keywords)
+            if backend.issued_flops
+            else None,
+        }
 
-    def _call(self, op: Op, backend: Backend, arguments: Arguments) -> Callable[[], Any]:
+    def _call(self, op: Op, backend: Backend, arguments: Arguments) -> partial[Any]:
         if changes_an_argument(op):
             arguments = {
                 name: value.clone() if isinstance(value, Tensor) else value

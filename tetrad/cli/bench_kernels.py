@@ -177,7 +177,16 @@ def _table(rows: list[KernelTiming]) -> Table:
     for heading in ("tokens", "per expert"):
         table.add_column(heading, justify="right")
     table.add_column("backend")
-    for heading in ("µs", "p10 to p90", "TFLOP/s", "TB/s", "of ceiling", "error"):
+    for heading in (
+        "µs",
+        "p10 to p90",
+        "calls",
+        "TFLOP/s",
+        "issued",
+        "TB/s",
+        "of ceiling",
+        "error",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for place, row in enumerate(rows):
         is_last = place + 1 == len(rows) or rows[place + 1].op != row.op
@@ -194,12 +203,15 @@ def figures(row: KernelTiming) -> tuple[str, ...]:
     error = "" if row.error is None else f"{row.error:.1e}"
     if row.time is None:
         word = row.status.upper() if row.status in ("wrong", "failed") else row.status
-        return word, "", "", "", "", error
+        return word, "", "", "", "", "", "", error
     assert row.share is not None
+    issued = row.issued_flops
     return (
         f"{row.time.median_us:.1f}",
         f"{row.time.p10_us:.1f} to {row.time.p90_us:.1f}",
+        "" if row.time.launches is None else str(row.time.launches),
         _rate(row.tflops),
+        "" if issued is None else _rate(issued / row.time.median_us / 1e6),
         _rate(row.tb_per_s),
         f"{100 * row.share:.0f} % {row.bound}",
         error,

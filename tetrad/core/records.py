@@ -296,10 +296,16 @@ class CallTime(Record):
     """Replays of a one-call CUDA graph, CUDA events around the bare call, or a host clock."""
     note: str = ""
     """Why the method is not the best one for the device, or ""."""
+    launches: int | None = None
+    """Kernels and copies of one call, counted in its graph; None when unknown."""
 
     @classmethod
     def of(
-        cls, samples_us: Sequence[float], method: Literal["graph", "events", "wall"], note: str = ""
+        cls,
+        samples_us: Sequence[float],
+        method: Literal["graph", "events", "wall"],
+        note: str = "",
+        launches: int | None = None,
     ) -> CallTime:
         """Summarise samples, in any order."""
         ordered = sorted(samples_us)
@@ -311,6 +317,7 @@ class CallTime(Record):
             repeats=len(ordered),
             method=method,
             note=note,
+            launches=launches,
         )
 
 
@@ -348,6 +355,8 @@ class KernelTiming(Record):
     tolerance: float
     flops: float
     """Useful floating-point operations."""
+    issued_flops: float | None = None
+    """What the backend issued, padding included; None when it does not tell."""
     bytes: float
     """Bytes that must cross the memory bus once."""
     time: CallTime | None = None

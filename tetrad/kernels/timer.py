@@ -9,6 +9,7 @@ and the result says so. On a CPU a host clock times single calls.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 import warnings
@@ -89,12 +90,13 @@ class CudaTimer:
             for call in calls:
                 call()
             torch.cuda.synchronize()
-            note = _why_no_graph(calls[0])
-            replays = [] if note else [_capture(call) for call in calls]
-            turn = itertools.cycle([graph.replay for graph in replays] or calls)
+            graphs, note = _capture_all(calls)
+            turn = itertools.cycle([graph.replay for graph in graphs] or calls)
             estimate_us = CallTime.of(self._samples(turn, ESTIMATE_REPEATS), "events").median_us
             samples = self._samples(turn, num_repeats(estimate_us, budget_s))
-        return CallTime.of(samples, "events" if note else "graph", note)
+        if note:
+            return CallTime.of(samples, "events", note)
+        return CallTime.of(samples, "graph", launches=_num_nodes(graphs[0]))
 
     def _samples(self, turn: Iterator[Call], num: int) -> list[float]:
         """[num] times in microseconds, each after a flush; waits once, at the end."""
@@ -152,8 +154,20 @@ def _waiting_is_an_error() -> Iterator[None]:
 
 
 def _capture(call: Call) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         call()
+    graph.replay()
     torch.cuda.synchronize()
     return graph
+
+
+def _num_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
+    """Asked of the driver, since torch does not tell."""
+    number = ctypes.c_size_t()
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes
+    except (OSError, AttributeError):
+        return None
+    failed = ask(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(number))
+    return None if failed else number.value
