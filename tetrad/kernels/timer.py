@@ -128,9 +128,21 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _why_no_graph(call: Call) -> str:
-    """ "" when the call never waits for the device. Found out beforehand, because a capture that
-    fails half-way can leave the process in a state where later work fails."""
+def _capture_all(calls: Sequence[Call]) -> tuple[list[torch.cuda.CUDAGraph], str]:
+    """A graph of each call, or [] and why not."""
+    if waits := _waits(calls[0]):
+        return [], waits
+    try:
+        return [_capture(call) for call in calls], ""
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        return [], f"could not be captured: {str(error).splitlines()[0]}"
+
+
+def _waits(call: Call) -> str:
+    """A sentence when the call waits for the device, else "". Found out before it is captured,
+    because a capture that fails half-way can leave the process in a state where later work fails.
+    """
     try:
         with _waiting_is_an_error():
             call()
