@@ -25,6 +25,8 @@ Call = Callable[[], object]
 
 MIN_REPEATS, MAX_REPEATS = 3, 60
 FLUSH_BYTES = 512 << 20
+FLUSH_US = 250.0
+"""About what a flush and the launches around it take."""
 ESTIMATE_REPEATS = 3
 SLOW_US = 50_000.0
 """A call that takes longer is not worth more than MIN_REPEATS."""
@@ -110,10 +112,6 @@ class CudaTimer:
             pairs.append((begin, end))
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
-
-
-FLUSH_US = 250.0
-"""About what a flush and the launches around it take."""
 
 
 def num_repeats(estimate_us: float, budget_s: float) -> int:
