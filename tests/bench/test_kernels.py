@@ -12,6 +12,7 @@ import torch
 from tests.factories import TINY_GLM
 from tetrad.bench import kernels
 from tetrad.bench.kernels import KernelBench, run, worst
+from tetrad.bench.kernels_breakdown import RUNS, launch_times
 from tetrad.bench.kernels_ceilings import CPU_BYTES, CPU_EDGE, measure_ceilings
 from tetrad.bench.kernels_check import truth_of
 from tetrad.core.arch import ModelArch
@@ -257,6 +258,29 @@ def test_ceilings_count_bytes_and_operations():
     assert found.gemm_tflops == pytest.approx(2 * CPU_EDGE**3 / 1e9)
     assert found.launch_us == 1000.0
     assert found.tb_per_s == found.copy_tb_per_s
+
+
+def test_launches_are_told_apart_from_the_flush_and_between_runs():
+    """Five runs of a flush and two kernels, the last run slower."""
+    seen = []
+    for start in range(RUNS):
+        slow = 100.0 if start == RUNS - 1 else 0.0
+        seen += [(start, "flush", 9.0), (start, "product", 4.0 + slow), (start, "sum", 1.0 + start)]
+    found = launch_times(seen, num_before=1)
+    assert [(each.name, each.us) for each in found] == [("product", 4.0), ("sum", 3.0)]
+    assert launch_times(seen[:-1], num_before=1) == []
+    assert launch_times([*seen[:-1], (9, "other", 1.0)], num_before=1) == []
+    assert launch_times([], num_before=0) == []
+
+
+@pytest.mark.gpu
+def test_a_breakdown_names_the_kernels():
+    changes: dict[str, Any] = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    found = list(run(plan("activation", breakdown=True, **changes), lambda _: None))
+    row = found[0]
+    assert row.time is not None
+    assert len(row.breakdown) == row.time.launches
+    assert 0 < sum(each.us for each in row.breakdown) < 2 * row.time.median_us
 
 
 @pytest.mark.gpu

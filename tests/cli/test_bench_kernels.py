@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tetrad.core.records import KernelTiming
+from tetrad.cli.bench_kernels import parts
+from tetrad.core.records import KernelTiming, LaunchTime
 from tetrad.kernels.registry import OPS
 
 QUICK = ("bench", "kernels", "--device", "cpu", "--tokens", "1,8", "--budget-s", "5")
@@ -105,6 +106,14 @@ def test_a_plot(tetrad, tmp_path: Path):
     path = tmp_path / "roof.png"
     assert tetrad(*QUICK, "--ops", "rms_norm,linear", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_a_call_fit_a_line():
+    row = KernelTiming.model_construct(
+        op="experts", backend="triton", case="32 experts", tokens=8,
+        breakdown=[LaunchTime(name="x" * 90, us=1.25), LaunchTime(name="sum", us=3.0)],
+    )  # fmt: skip
+    assert parts(row) == f"experts by triton, 32 experts, 8 tokens, µs: {'x' * 40} 1.2, sum 3.0"
 
 
 def test_two_runs_of_the_same_seed_use_the_same_shapes(tetrad, tmp_path: Path):

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 
 from tetrad import __version__
+from tetrad.bench.kernels_breakdown import breakdown
 from tetrad.bench.kernels_ceilings import measure_ceilings
 from tetrad.bench.kernels_check import Arguments, Truth, changes_an_argument, truth_of
 from tetrad.core.arch import ModelArch
-from tetrad.core.records import CallTime, Ceilings, KernelTiming
+from tetrad.core.records import CallTime, Ceilings, KernelTiming, LaunchTime
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import told
 from tetrad.kernels.contract import Case, num_rows
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.shapes import Load, Ranks, cases_for, step_tokens
-from tetrad.kernels.timer import Timer, timer_for
+from tetrad.kernels.timer import CudaTimer, Timer, timer_for
 
 CEILINGS_SHARE = 0.1
 """Of the budget, for measuring the ceilings."""
@@ -53,6 +54,8 @@ class KernelBench:
     device: torch.device
     budget_s: float
     command: str
+    breakdown: bool = False
+    """Ask the GPU's profiler for the launches of each call."""
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
@@ -173,10 +176,16 @@ class _Bench:
             "error": error,
             "time": time_,
             "clocks": _clocks(self.plan.device),
+            "breakdown": self._breakdown(calls[0]),
             "issued_flops": backend.issued_flops(calls[0].keywords)
             if backend.issued_flops
             else None,
         }
+
+    def _breakdown(self, call: Callable[[], object]) -> list[LaunchTime]:
+        if not self.plan.breakdown or not isinstance(self.timer, CudaTimer):
+            return []
+        return breakdown(call, self.timer.flush)
 
     def _call(self, op: Op, backend: Backend, arguments: Arguments) -> partial[Any]:
         if changes_an_argument(op):

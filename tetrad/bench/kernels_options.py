@@ -59,6 +59,9 @@ class BenchKernelsConfig(Config):
         group="Where",
         gt=0,
     )
+    breakdown: bool = option(
+        False, "Also list each call's launches with their times (GPU only).", group="Result"
+    )
     output_file: Path | None = option(
         None, "Append one line of JSON for each row of the table.", group="Result"
     )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 160
 """Columns of the table where there is no terminal to ask."""
+NAME_WIDTH = 40
+"""Of a kernel's name; C++ ones would fill the screen."""
 
 
 def _bench_kernels(config: BenchKernelsConfig) -> int:
@@ -96,6 +98,7 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
         device=device,
         budget_s=config.budget_s,
         command=shlex.join(["tetrad", *sys.argv[1:]]),
+        breakdown=config.breakdown,
     )
 
 
@@ -150,8 +153,17 @@ def _print(rows: list[KernelTiming]) -> None:
         f"read {ceilings.read_tb_per_s:.3g} TB/s, large product {ceilings.gemm_tflops:.3g} TFLOP/s;"
         f" a call that does nothing takes {ceilings.launch_us:.3g} µs."
     )
+    for row in rows:
+        if row.breakdown:
+            print(parts(row))
     for sentence in remarks(rows):
         print(sentence)
+
+
+def parts(row: KernelTiming) -> str:
+    """The launches of a call in one line."""
+    listed = ", ".join(f"{each.name[:NAME_WIDTH]} {each.us:.1f}" for each in row.breakdown)
+    return f"{row.op} by {row.backend}, {row.case}, {row.tokens} tokens, µs: {listed}"
 
 
 def remarks(rows: list[KernelTiming]) -> list[str]:

@@ -321,6 +321,13 @@ class CallTime(Record):
         )
 
 
+class LaunchTime(Record):
+    """One kernel or copy of a call."""
+
+    name: str
+    us: float
+
+
 class KernelTiming(Record):
     """One op, one backend, one shape of `tetrad bench kernels`."""
 
@@ -360,6 +367,8 @@ class KernelTiming(Record):
     bytes: float
     """Bytes that must cross the memory bus once."""
     time: CallTime | None = None
+    breakdown: list[LaunchTime] = Field(default_factory=list)
+    """The call's launches in order, where the GPU's profiler was asked."""
     tflops: float | None = None
     """Useful ones, per second."""
     tb_per_s: float | None = None
