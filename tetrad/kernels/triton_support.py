@@ -5,10 +5,15 @@ Where it is not, modules with kernels import all the same, and their backends sa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from tetrad.core.hardware import DeviceSnapshot
+
+# A multiplication and an addition become one operation with one rounding. Triton 3.9 asks for this
+# to be said and 3.10 changes what it does unasked; numbers should not depend on its version.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 try:
     import triton
@@ -16,7 +21,16 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["MIN_CAPABILITY", "cdiv", "jit", "next_power_of_2", "row_warps", "tl", "why_not"]
+__all__ = [
+    "MIN_CAPABILITY",
+    "cdiv",
+    "jit",
+    "next_power_of_2",
+    "row_warps",
+    "tl",
+    "triton",
+    "why_not",
+]
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bf16 in its tensor cores."""
@@ -40,6 +54,11 @@ def why_not(device: DeviceSnapshot) -> str | None:
         found, needed = (".".join(map(str, c)) for c in (device.compute_capability, MIN_CAPABILITY))
         return f"needs compute capability {needed} (Ampere) or later, this GPU has {found}"
     return None
+
+
+def is_interpreted() -> bool:
+    """Does Triton run kernels in Python (TRITON_INTERPRET=1), which knows no inline PTX?"""
+    return bool(triton.knobs.runtime.interpret)
 
 
 def cdiv(size: int, part: int) -> int:

@@ -20,11 +20,15 @@ from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_no
 STRETCH = 4096
 """Tokens of one program where a row is shared out."""
 
-BLOCK = 8192
+BLOCK = 4096
 """Tokens that the program of a whole row reads at a time."""
 
 TILE = 2048
 """Tokens between the bounds that are few enough for registers."""
+
+
+BY_ROW = ["temperature", "top_k", "top_p", "min_p", "uniform", "thresholds", "last_ties"]
+"""Pointers to one number a row, from anywhere: kernels do not rely on their alignment."""
 
 
 @jit()
@@ -103,7 +107,7 @@ def _from(logits, bound, peak, scale, NUM_TOKENS: tl.constexpr, SIZE: tl.constex
     """Number and weight of the tokens whose key is at least `bound`."""
     count = tl.zeros([SIZE], tl.int32)
     weight = tl.zeros([SIZE], tl.float32)
-    for start in range(0, NUM_TOKENS, SIZE):
+    for start in tl.range(0, NUM_TOKENS, SIZE, num_stages=3):
         token = start + tl.arange(0, SIZE)
         value = tl.load(logits + token, mask=token < NUM_TOKENS, other=float("-inf"))
         is_above = (_key(value) >= bound) & (token < NUM_TOKENS)
@@ -237,7 +241,7 @@ def _kept_by_both(
     return key, ties
 
 
-@jit()
+@jit(do_not_specialize_on_alignment=BY_ROW)
 def threshold_kernel(
     logits,
     temperature,
@@ -273,7 +277,7 @@ def threshold_kernel(
     tl.store(last_ties + row, last_tie)
 
 
-@jit()
+@jit(do_not_specialize_on_alignment=BY_ROW)
 def weight_kernel(
     logits,
     temperature,
@@ -317,7 +321,7 @@ def _first(is_wanted, is_possible, SIZE: tl.constexpr):
     return tl.where(found < SIZE, found, last)
 
 
-@jit()
+@jit(do_not_specialize_on_alignment=BY_ROW)
 def draw_kernel(
     logits,
     temperature,
@@ -374,10 +378,10 @@ def run(
     assert logits.is_contiguous()
     num_rows, num_tokens = logits.shape
     stretches = cdiv(num_tokens, STRETCH)
-    slots = next_power_of_2(stretches)
-    floats = logits.new_empty(num_rows * (2 * stretches + 1 + TILE))
-    peaks, weights, thresholds, scratch = floats.split(
-        [num_rows * size for size in (stretches, stretches, 1, TILE)]
+    slots = next_power_of_2(max(4, stretches))
+    floats = logits.new_empty(num_rows * (2 * slots + TILE + 1))
+    peaks, weights, scratch, thresholds = floats.split(
+        [num_rows * size for size in (slots, slots, TILE, 1)]
     )
     best = logits.new_empty(num_rows, stretches, dtype=torch.int32)
     ids = logits.new_empty(num_rows, dtype=torch.int64)
