@@ -91,14 +91,15 @@ def calls(contest: Contest) -> int:
 
 
 NORM = op_with(OPS["rms_norm"], "triton", "torch")
-SLOW, FAST = (30.0, 30.0, 30.0), (10.0, 20.0, 30.0)
+SLOW, FAST = (30.0, 30.0, 30.0, 30.0), (10.0, 20.0, 30.0, 30.0)
+ALL = 2 * len(TOKENS)
 
 
 def test_the_faster_one_is_chosen_and_the_reason_has_both_times(told: Told):
     chosen = pick(NORM, contest(told, {"triton": SLOW, "torch": FAST}))
     assert chosen.backend == "torch"
     assert chosen.reason == "20.0 µs against triton 30.0 µs at 64 tokens, measured"
-    assert chosen.times_us["triton"] == {8: 30.0, 64: 30.0, 512: 30.0}
+    assert chosen.times_us["triton"] == {8: 30.0, 64: 30.0, 512: 30.0, 2048: 30.0}
     assert chosen.regimes == ()
     assert told == ["timing rms_norm: triton against torch"]
 
@@ -115,7 +116,7 @@ def test_only_survivors_are_timed(told: Told):
     running = contest(told, {"triton": FAST, "torch": SLOW})
     chosen = pick(op, running, gluon="needs four legs")
     assert (chosen.backend, chosen.refusals) == ("triton", {"gluon": "needs four legs"})
-    assert calls(running) == 2 * len(TOKENS)
+    assert calls(running) == ALL
     alone = contest(told, {})
     assert pick(NORM, alone, triton="no").reason == "the first that can run here"
     assert calls(alone) == 0
@@ -143,7 +144,7 @@ def test_what_was_measured_is_remembered(told: Told):
     table = {"triton": SLOW, "torch": FAST}
     first, second = contest(told, table), contest(told, table)
     before, after = pick(NORM, first), pick(NORM, second)
-    assert (calls(first), calls(second)) == (6, 0)
+    assert (calls(first), calls(second)) == (ALL, 0)
     assert after.times_us == before.times_us
     assert after.reason == before.reason.replace("measured", "remembered")
 
@@ -164,7 +165,7 @@ def test_whatever_a_time_depends_on_is_in_the_key(told: Told, changes: dict[str,
     pick(NORM, contest(told, table))
     other = contest(told, table, **changes)
     pick(NORM, other)
-    assert calls(other) == 6
+    assert calls(other) == ALL
     again = contest(told, table)
     pick(NORM, again)
     assert calls(again) == 0, "the other entry must not replace the first"
@@ -180,7 +181,7 @@ def test_an_edited_kernel_is_timed_again(told: Told, tmp_path: Path):
     edited = contest(told, table)
     edited.__dict__["digest"] = "other"
     pick(NORM, edited)
-    assert calls(edited) == 6
+    assert calls(edited) == ALL
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_shapes_that_do_not_fit_are_told(told: Told, monkeypatch: pytest.MonkeyP
 
 def test_experts_may_differ_by_size_where_they_share_a_layout(told: Told):
     op = op_with(OPS["experts"], "a", "b")
-    table = {"a": (10.0, 20.0, 90.0), "b": (15.0, 25.0, 50.0)}
+    table = {"a": (10.0, 20.0, 90.0, 90.0), "b": (15.0, 25.0, 50.0, 50.0)}
     chosen = pick(op, contest(told, table))
     assert chosen.backend == "a+b"
     assert chosen.regimes == (Regime("a", 181), Regime("b", None))
@@ -243,11 +244,15 @@ def test_experts_may_differ_by_size_where_they_share_a_layout(told: Told):
 
 
 def test_experts_with_layouts_of_their_own_do_not_mix():
-    op = op_with(OPS["experts"], "a", "b")
-    a, b = op.backends.values()
-    b = replace(b, prepare=lambda weight, dtype: weight)
+    op = op_with(OPS["experts"], "a", "b", "c")
+    a, b, c = op.backends.values()
+    a, b = (replace(backend, prepare=lambda weight, dtype: weight) for backend in (a, b))
     times = {"a": {8: 10.0, 512: 90.0}, "b": {8: 15.0, 512: 50.0}}
     assert winners(op, [a, b], times) == (Regime("b", None),)
+    b = replace(b, prepare=a.prepare)
+    times["c"] = {8: 5.0, 512: 5000.0}
+    mixed = (Regime("a", 64), Regime("b", None))
+    assert winners(op, [a, b, c], times) == mixed, "c is fast for 8 but has another layout"
 
 
 def test_other_ops_do_not_mix():

@@ -23,8 +23,10 @@ from tetrad.kernels.contract import Case
 from tetrad.kernels.shapes import Load, Ranks, cases_for
 from tetrad.kernels.timer import Timer, timer_for
 
-TOKENS = (8, 64, 512)
-"""Steps at which backends are timed; reasons speak of the middle one."""
+TOKENS = (8, 64, 512, 2048)
+"""Steps at which backends are timed, from a few decodes to a chunk of a prompt."""
+TOLD_TOKENS = 64
+"""The step that reasons speak of."""
 NOISE = 0.03
 """A backend must be faster than a preferred one by more than this share."""
 BUDGET_S = 60.0
@@ -165,15 +167,18 @@ class Contest:
 
 
 def winners(op: Op, backends: Sequence[Backend], times: Times) -> tuple[Regime, ...]:
-    """The fastest backend for all steps; or, where weights are laid out alike, for each size.
+    """The fastest backend for all steps; for experts also, at each size, the fastest of those that
+    lay out weights as that one does.
 
     A size that was not timed belongs to the nearest one that was, by ratio.
     """
-    share_weights = len({backend.prepare for backend in backends}) == 1
     sizes = sorted(times[backends[0].name])
-    if op.contract.name not in REGIME_OPS or not share_weights:
-        return (Regime(_fastest(backends, times, sizes), None),)
-    best = [_fastest(backends, times, [size]) for size in sizes]
+    overall = _fastest(backends, times, sizes)
+    if op.contract.name not in REGIME_OPS:
+        return (Regime(overall, None),)
+    (layout,) = (backend.prepare for backend in backends if backend.name == overall)
+    alike = [backend for backend in backends if backend.prepare is layout]
+    best = [_fastest(alike, times, [size]) for size in sizes]
     changes = [i for i in range(len(best) - 1) if best[i] != best[i + 1]]
     regimes = [Regime(best[i], math.isqrt(sizes[i] * sizes[i + 1])) for i in changes]
     return (*regimes, Regime(best[-1], None))
@@ -194,15 +199,11 @@ def _fastest(backends: Sequence[Backend], times: Times, sizes: Sequence[int]) ->
 
 def _reason(regimes: tuple[Regime, ...], times: Times, origin: str) -> str:
     """Such as "42.1 µs against torch 310.0 µs at 64 tokens, measured"."""
-    middle = TOKENS[len(TOKENS) // 2]
-    mine = next(r for r in regimes if r.up_to_tokens is None or middle <= r.up_to_tokens).backend
-    others = [
-        f"{name} {each[middle]:.1f} µs"
-        for name, each in times.items()
-        if name != mine and middle in each
-    ]
+    fitting = (r for r in regimes if r.up_to_tokens is None or r.up_to_tokens >= TOLD_TOKENS)
+    mine = next(fitting).backend
+    others = [f"{name} {each[TOLD_TOKENS]:.1f} µs" for name, each in times.items() if name != mine]
     against = f" against {', '.join(others)}" if others else ""
-    told = f"{times[mine][middle]:.1f} µs{against} at {middle} tokens, {origin}"
+    told = f"{times[mine][TOLD_TOKENS]:.1f} µs{against} at {TOLD_TOKENS} tokens, {origin}"
     if len(regimes) == 1:
         return told
     spans = [
