@@ -21,7 +21,7 @@ from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.choice import TOKENS, Contest, Regime, by_rows, winners
 from tetrad.kernels.choice_cache import FILE_NAME, ChoiceCache, cache_folder, source_digest
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.select import choose
+from tetrad.kernels.select import choose, resolve_ops
 
 ARCH = ModelArch.from_config(TINY_GLM)
 GPU = DeviceSnapshot("Fake GPU", "cuda", (9, 0), 1 << 34, 100, {"torch": "2.11", "driver": "580"})
@@ -185,7 +185,15 @@ def test_an_edited_kernel_is_timed_again(told: Told, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"\xff\xfe", b"[]", b'{"entries": {"k": {"times_us": 3}}}', b'{"new": 1}']
+    "content",
+    [
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b'{"entries": {"k": {"times_us": 3}}}',
+        b'{"new": 1}',
+        b'{"entries": {"k": {"about": {}, "times_us": {"torch": {"8": 0.0}}}}}',
+    ],
 )
 def test_a_corrupt_cache_is_ignored_with_a_note_and_replaced(told: Told, content: bytes):
     path = cache_folder() / FILE_NAME
@@ -195,6 +203,23 @@ def test_a_corrupt_cache_is_ignored_with_a_note_and_replaced(told: Told, content
     assert pick(NORM, contest(told, table)).backend == "torch"
     assert any(f"{path} is not readable and is ignored" in sentence for sentence in told)
     assert len(json.loads(path.read_text())["entries"]) == 1
+
+
+@pytest.mark.parametrize("spoilt", [{}, {"64": 1.0}, None], ids=["nothing", "one size", "no torch"])
+def test_a_cache_entry_with_holes_is_measured_again(told: Told, spoilt: dict[str, float] | None):
+    table = {"triton": SLOW, "torch": FAST}
+    pick(NORM, contest(told, table))
+    path = cache_folder() / FILE_NAME
+    content = json.loads(path.read_text())
+    (entry,) = content["entries"].values()
+    if spoilt is None:
+        del entry["times_us"]["torch"]
+    else:
+        entry["times_us"]["torch"] = spoilt
+    path.write_text(json.dumps(content))
+    again = contest(told, table)
+    assert pick(NORM, again).backend == "torch"
+    assert calls(again) == ALL
 
 
 def test_a_cache_that_cannot_be_written_is_told(told: Told, tmp_path: Path):
@@ -267,3 +292,28 @@ def test_rows_decide_which_one_runs():
     for rows, name in ((1, "small"), (22, "small"), (23, "large")):
         assert both(torch.zeros(rows), 7) == (name, 7)
         assert both(x=torch.zeros(rows), y=7) == (name, 7)
+
+
+def test_resolving_for_a_model_times_what_is_left(told: Told, monkeypatch: pytest.MonkeyPatch):
+    """On a device that calls itself a GPU, with real timing; the second run remembers."""
+    for name, op in OPS.items():
+        monkeypatch.setitem(OPS, name, replace(op, backends={"torch": op.backends["torch"]}))
+    right = OPS["rope"].backends["torch"]
+    both = {"twin": replace(right, name="twin"), "torch": right}
+    monkeypatch.setitem(OPS, "rope", replace(OPS["rope"], backends=both))
+    monkeypatch.setattr("tetrad.kernels.select.snapshot", lambda _device: GPU)
+    first, second = (resolve_ops("cpu", arch=ARCH, tell=told) for _ in range(2))
+    assert told == ["timing rope: twin against torch"]
+    (row,) = (row for row in second.report if row["op"] == "rope")
+    assert set(row["times_us"]) == {"twin", "torch"}
+    assert "remembered" in row["reason"]
+    assert row["backend"] == first.rope.name == second.rope.name
+    (other,) = (row for row in second.report if row["op"] == "mla")
+    assert (other["reason"], other["times_us"]) == ("the only one", {})
+    json.dumps(second.report)
+
+
+def test_on_a_cpu_nothing_is_timed(told: Told):
+    ops = resolve_ops("cpu", arch=ARCH, tell=told)
+    assert told == []
+    assert all(not row["times_us"] for row in ops.report)

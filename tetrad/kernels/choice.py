@@ -96,7 +96,7 @@ class Contest:
         if not cases:
             return Outcome(first, "the first choice; its shapes do not depend on the model")
         about = self._about(op, survivors, cases)
-        times = self.cache.get(about)
+        times = self._remembered(about, survivors, cases)
         origin = "remembered"
         failures: dict[str, str] = {}
         if times is None:
@@ -137,6 +137,16 @@ class Contest:
             "device": self.here.name,
             "versions": self.here.versions | {"tetrad": __version__, "source": self.digest},
         }
+
+    def _remembered(
+        self, about: dict[str, Any], survivors: Sequence[Backend], cases: Mapping[int, Case]
+    ) -> Times | None:
+        """What the cache has, unless somebody took a part of it away."""
+        times = self.cache.get(about)
+        wanted = {(backend.name, tokens) for backend in survivors for tokens in cases}
+        if times is None or {(name, n) for name, each in times.items() for n in each} != wanted:
+            return None
+        return times
 
     def _measure(
         self, op: Op, survivors: Sequence[Backend], cases: Mapping[int, Case]

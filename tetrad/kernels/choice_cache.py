@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 FILE_NAME = "kernel_choices.json"
 
@@ -28,7 +28,7 @@ class Remembered(BaseModel):
 
     about: dict[str, Any]
     """What the key was made of, for a reader."""
-    times_us: dict[str, dict[int, float]]
+    times_us: dict[str, dict[int, PositiveFloat]]
     """Backend → tokens of the step → microseconds."""
 
 
