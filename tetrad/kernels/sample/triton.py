@@ -212,10 +212,11 @@ def _kept_by_both(
     SIZE: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Key of the last kept token, and how many of those with that key are kept."""
+    """Key of the last kept token, how many tokens have that key, and how many of them are kept."""
     lowest = tl.cast(-2139095041, tl.int32)  # the key of -inf
     key = lowest
     low_count = tl.cast(NUM_TOKENS, tl.int32)
+    num_equal = low_count
     ties = low_count
     kept = tl.cast(-1.0, tl.float32)
     if (most > 0) & (most < NUM_TOKENS):
@@ -238,7 +239,7 @@ def _kept_by_both(
         wanted = tl.minimum(wanted, limit.to(tl.float32)).to(tl.int32)
         ties = tl.maximum(wanted, 1)
         key = found
-    return key, ties
+    return key, num_equal, ties
 
 
 @jit(do_not_specialize_on_alignment=BY_ROW)
@@ -268,11 +269,12 @@ def threshold_kernel(
     last_tie = tl.cast(NUM_TOKENS, tl.int32)
     if (heat > 0.0) & (((most > 0) & (most < NUM_TOKENS)) | (share < 1.0)):
         peak, _ = _peak_of_row(peaks, best, row, STRETCHES, SLOTS)
-        key, ties = _kept_by_both(
+        key, num_equal, ties = _kept_by_both(
             logits, scratch + row * FEW, most, share, peak, 1.0 / heat, NUM_TOKENS, SIZE, FEW
         )
         threshold = _value(key)
-        last_tie = _nth_token(logits, key, ties, NUM_TOKENS, SIZE)
+        if ties < num_equal:
+            last_tie = _nth_token(logits, key, ties, NUM_TOKENS, SIZE)
     tl.store(thresholds + row, threshold)
     tl.store(last_ties + row, last_tie)
 
