@@ -51,6 +51,15 @@ def test_ranks_divide_what_they_should():
     assert first("linear", shared, whole)["width"] == 2048
 
 
+def test_large_steps_are_prompts():
+    """Their rows attend as one sequence, and few of them are sampled."""
+    small, large = (first("mla", Ranks(), Load(n, context=100)) for n in (4, 300))
+    assert small["lens"] == ((1, 100),) * 4
+    assert large["lens"] == ((300, 300),)
+    assert first("sample", Ranks(), Load(300))["R"] == 256
+    assert first("sample", Ranks(), Load(4))["R"] == 4
+
+
 @pytest.mark.parametrize(
     ("ranks", "sentence"),
     [

@@ -22,6 +22,8 @@ Routing = Literal["uniform", "random", "skewed"]
 KEY_NORM_EPS = 1e-6
 MOST_SEQUENCES = 64
 """More rows than this are taken for one prompt's, fewer for as many decodes."""
+MOST_SAMPLED = 256
+"""Sequences that get a token in one step; the other rows of a large step belong to prompts."""
 SORT_BLOCK = 64
 
 
@@ -247,7 +249,8 @@ def _mla(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
 
 
 def _sample(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
-    return [case(f"of {arch.vocab}", R=load.tokens, V=arch.vocab, rules=False)]
+    rows = min(load.tokens, MOST_SAMPLED)
+    return [case(f"{rows} rows of {arch.vocab}", R=rows, V=arch.vocab, rules=False)]
 
 
 _RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
