@@ -192,7 +192,7 @@ def _table(rows: list[KernelTiming]) -> Table:
     for heading in (
         "µs",
         "p10 to p90",
-        "calls",
+        "launches",
         "TFLOP/s",
         "issued",
         "TB/s",
