@@ -59,7 +59,7 @@ def test_an_unknown_op_or_backend_names_the_nearest():
     with pytest.raises(UnsupportedError, match=r"no op 'expert'\. Did you mean 'experts'"):
         resolve_ops("cpu", {"expert": "torch"})
     with pytest.raises(
-        UnsupportedError, match=r"no backend 'troch'; it has 'torch', or 'auto'.*'to"
+        UnsupportedError, match=r"no backend 'troch'; it has .*'torch', or 'auto'.*'to"
     ):
         resolve_ops("cpu", {"experts": "troch"})
 

@@ -23,6 +23,8 @@ SHARED_BYTES: Mapping[Capability, int] = {
 SMALLEST_SHARED_BYTES = 99 << 10
 """What every other GPU from Ampere on has: 8.6, 8.9, 12.0, 12.1."""
 MIN_STAGES = 2
+SCRATCH_BYTES = 8 << 10
+"""For turning results around while the buffers of the loop are still in use."""
 HOPPER = 9
 
 
@@ -39,22 +41,31 @@ class TileShape:
     group: int = 1
     """Tiles that go through the columns of the weights side by side, to meet in the L2 cache."""
     warps: int = 4
+    more_rows: int = 0
+    """Rows that a second accumulator adds where an expert has them; none in `triton.py`."""
+    is_persistent: bool = False
+    """One program per multiprocessor takes item after item; not in `triton.py`."""
+    has_fence: bool = True
+    """Order copies before wgmma as the PTX memory model asks; not in `triton.py`."""
+
+    @property
+    def block(self) -> int:
+        """Token rows of a tile, those of the second accumulator included."""
+        return self.rows + self.more_rows
 
     def shared_bytes(self, capability: Capability, is_packed: bool) -> int:
         """Shared memory that Triton takes at most.
 
-        Weights that go to registers leave their buffer one step before the tokens, which wgmma
-        reads where they lie. Before and after Hopper the decoded weights pass through shared memory
-        too.
+        Before and after Hopper the decoded weights pass through shared memory too.
         """
-        tokens = self.rows * self.columns * 2
+        tokens = self.block * self.columns * 2
         decoded = TILE_ROWS * self.columns * 2
         packed = self.columns * (TILE_ROWS // 2 + TILE_ROWS // 16)
         on_hopper = capability[0] == HOPPER
         if not is_packed:
             pipeline = self.stages * (decoded + tokens)
         elif on_hopper:
-            pipeline = (self.stages - 1) * packed + self.stages * tokens
+            pipeline = self.stages * (packed + tokens) + SCRATCH_BYTES
         else:
             pipeline = (self.stages - 1) * (packed + tokens) + decoded + tokens
         return max(pipeline, TILE_ROWS * self.rows * 4)
@@ -65,19 +76,31 @@ def shared_bytes_of(capability: Capability) -> int:
     return SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
 
 
-HOPPER_TILES = (
-    TileShape(rows=16, columns=128, stages=4),
-    TileShape(rows=32, columns=128, stages=4),
-    TileShape(rows=64, columns=64, stages=4),
+TRITON_TILES = {
+    True: (
+        TileShape(rows=16, columns=128, stages=4),
+        TileShape(rows=32, columns=128, stages=4),
+        TileShape(rows=64, columns=64, stages=4),
+        TileShape(rows=128, columns=64, stages=3, group=4),
+    ),
+    False: (
+        TileShape(rows=16, columns=64, stages=4),
+        TileShape(rows=32, columns=64, stages=4),
+        TileShape(rows=64, columns=64, stages=4),
+        TileShape(rows=128, columns=64, stages=3, group=4),
+    ),
+}
+"""By "is Hopper". The others are compiled for 8.0, 10.0 and 12.0, and were run on none of them."""
+
+
+GLUON_TILES = (
+    TileShape(rows=8, columns=64, stages=5),
+    TileShape(rows=16, columns=64, stages=5),
+    TileShape(rows=32, columns=64, stages=5),
+    TileShape(rows=64, columns=64, stages=4, more_rows=32),
     TileShape(rows=128, columns=64, stages=4, group=4),
+    TileShape(rows=256, columns=64, stages=3, warps=8, group=4, is_persistent=True),
 )
-OTHER_TILES = (
-    TileShape(rows=16, columns=64, stages=4),
-    TileShape(rows=32, columns=64, stages=4),
-    TileShape(rows=64, columns=64, stages=4),
-    TileShape(rows=128, columns=64, stages=3, group=4),
-)
-"""Compiled for compute capability 8.0, 10.0 and 12.0, run on none of them."""
 
 
 def fitted(shape: TileShape, granules: int, capability: Capability, is_packed: bool) -> TileShape:
@@ -100,11 +123,7 @@ def fitted(shape: TileShape, granules: int, capability: Capability, is_packed: b
     )
 
 
-def tile_for(num_slots: int, num_experts: int, capability: Capability) -> TileShape:
+def tile_for(num_slots: int, num_experts: int, tiles: tuple[TileShape, ...]) -> TileShape:
     """The tile for a step whose `num_slots` token slots spread over `num_experts` experts."""
-    tiles = HOPPER_TILES if capability[0] == HOPPER else OTHER_TILES
     mean = num_slots / num_experts
-    for shape in tiles[:-1]:
-        if mean <= shape.rows:
-            return shape
-    return tiles[-1]
+    return next((tile for tile in tiles[:-1] if mean <= tile.rows), tiles[-1])

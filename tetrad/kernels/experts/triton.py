@@ -10,18 +10,16 @@ Hopper (wgmma, register operand) as before and after it (mma.sync).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import reference
+from tetrad.kernels.experts.grouping import Grouping, in_groups
 from tetrad.kernels.experts.prepared import GroupedExperts, Operand, Prepared, prepare
-from tetrad.kernels.experts.tiles import TileShape, fitted, tile_for
-from tetrad.kernels.reduce_experts import triton as reduce_experts
-from tetrad.kernels.sort_tokens import triton as sort_tokens
-from tetrad.kernels.triton_support import cdiv, jit, tl, why_not
+from tetrad.kernels.experts.tiles import HOPPER, TRITON_TILES, fitted, tile_for
+from tetrad.kernels.triton_support import is_interpreted, jit, tl, why_not
 
 HAS_BF16_MUL = (9, 0)
 """From this capability on `mul.bf16x2` exists."""
@@ -264,10 +262,13 @@ def grouped_product(
     FEATURES: tl.constexpr = 64 if IS_GATE_UP else 128
     NUM_COLUMNS: tl.constexpr = (OUT + FEATURES - 1) // FEATURES
     item = tl.program_id(0)
-    inside = item % (GROUP * NUM_COLUMNS)
-    tile = item // (GROUP * NUM_COLUMNS) * GROUP + inside % GROUP
-    column = inside // GROUP
-    if tile < tl.load(num_tiles):
+    tiles = tl.load(num_tiles)
+    if item < tiles * NUM_COLUMNS:
+        group = item // (GROUP * NUM_COLUMNS)
+        size = tl.minimum(tiles - group * GROUP, GROUP)
+        inside = item - group * (GROUP * NUM_COLUMNS)
+        tile = group * GROUP + inside % size
+        column = inside // size
         expert = tl.load(tile_expert + tile).to(tl.int64)
         position = tile * BM + tl.arange(0, BM)
         row = tl.load(rows + position)
@@ -303,52 +304,13 @@ def grouped_product(
         tl.store(at, y.trans().to(out.dtype.element_ty), mask=mask)
 
 
-def run(
-    x: Tensor,
-    weight: Prepared,
-    ids: Tensor,
-    slot_weights: Tensor,
-    shared: Tensor | None,
-) -> Tensor:
-    """Sort, two grouped products, weighted sum: four launches, none of which the host waits for."""
-    if not isinstance(weight, GroupedExperts):
-        return reference.run(x, weight, ids, slot_weights, shared)
-    num_tokens, num_slots = ids.shape
-    capability = torch.cuda.get_device_capability(x.device)
-    tile = tile_for(ids.numel(), weight.num_experts, capability)
-    rows, tile_expert, num_tiles = sort_tokens.run(ids.contiguous(), weight.num_experts, tile.rows)
-    grouping = Grouping(rows, tile_expert, num_tiles, num_slots, tile, capability)
-    hidden = x.new_empty(len(rows), weight.gate_up.features)
-    grouped(x.contiguous(), weight.gate_up, grouping, hidden, is_gate_up=True)
-    by_slot = x.new_empty(num_tokens * num_slots, weight.down.features)
-    grouped(hidden, weight.down, grouping, by_slot, is_gate_up=False)
-    return reduce_experts.run(
-        by_slot,
-        ids.contiguous(),
-        slot_weights.contiguous(),
-        shared if shared is None else shared.contiguous(),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Grouping:
-    """The rows of a step in tiles, as `sort_tokens` returns them, and how tiles are computed."""
-
-    rows: Tensor
-    tile_expert: Tensor
-    num_tiles: Tensor
-    num_slots: int
-    tile: TileShape
-    capability: tuple[int, int]
-
-
 def grouped(
     x: Tensor, weights: Operand, grouping: Grouping, out: Tensor, *, is_gate_up: bool
 ) -> None:
     """Launch one grouped product; see `grouped_product`."""
-    tile = fitted(grouping.tile, weights.granules, grouping.capability, weights.is_packed)
-    most_tiles = cdiv(len(grouping.tile_expert), tile.group) * tile.group
-    grouped_product[(most_tiles * weights.num_columns,)](
+    capability = grouping.capability
+    tile = fitted(grouping.tile, weights.granules, capability, weights.is_packed)
+    grouped_product[(len(grouping.tile_expert) * weights.num_columns,)](
         x,
         weights.first,
         weights.second,
@@ -359,16 +321,27 @@ def grouped(
         out,
         OUT=weights.features,
         IN=weights.width,
-        SLOTS=grouping.num_slots,
+        SLOTS=grouping.num_slots if is_gate_up else 1,
         IS_GATE_UP=is_gate_up,
         IS_PACKED=weights.is_packed,
         BM=tile.rows,
         BK=tile.columns,
         GROUP=tile.group,
         STAGES=tile.stages,
-        PTX=decode_ptx(grouping.capability >= HAS_BF16_MUL),
+        PTX="" if is_interpreted() else decode_ptx(capability >= HAS_BF16_MUL),
         num_warps=tile.warps,
     )
+
+
+def run(
+    x: Tensor, weight: Prepared, ids: Tensor, slot_weights: Tensor, shared: Tensor | None
+) -> Tensor:
+    """Sort, two grouped products, weighted sum: four launches, none of which the host waits for."""
+    if not isinstance(weight, GroupedExperts):
+        return reference.run(x, weight, ids, slot_weights, shared)
+    capability = torch.cuda.get_device_capability(x.device)
+    tile = tile_for(ids.numel(), weight.num_experts, TRITON_TILES[capability[0] == HOPPER])
+    return in_groups(x, weight, (ids, slot_weights, shared), tile, capability, grouped)
 
 
 BACKEND = Backend("triton", run, why_not, prepare)
