@@ -49,14 +49,14 @@ class FakeTimer:
 
 def op_with(op: Op, *names: str) -> Op:
     """The op with copies of its torch backend under other names."""
-    found = {}
+    found, right = {}, op.backends["torch"]
     for name in names:
 
-        def run(**arguments: Any) -> None:
-            raise AssertionError("only timed by the fake")
+        def run(**arguments: Any) -> Any:
+            return right.run(**arguments)
 
         run.__name__ = name
-        found[name] = replace(OPS[op.contract.name].backends["torch"], name=name, run=run)
+        found[name] = replace(right, name=name, run=run)
     return replace(op, backends=found)
 
 
@@ -132,6 +132,28 @@ def test_one_that_fails_at_the_models_shapes_is_refused(told: Told):
     assert not (cache_folder() / FILE_NAME).exists()
     with pytest.raises(UnsupportedError, match=r"triton: fails at 8 .* torch: fails at 8"):
         pick(NORM, contest(told, {"triton": (-1.0,), "torch": (-1.0,)}))
+
+
+@pytest.mark.parametrize("wrong", [1.1, float("nan")])
+def test_one_that_is_wrong_at_the_models_shapes_is_refused(told: Told, wrong: float):
+    """Its canary was right: only steps of more than a hundred tokens are not."""
+
+    def triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y: torch.Tensor = OPS["rms_norm"].backends["torch"].run(x, weight, eps)
+        return y * wrong if len(x) > 100 else y
+
+    torch_backend = NORM.backends["torch"]
+    op = replace(
+        NORM,
+        backends={
+            "triton": replace(torch_backend, name="triton", run=triton),
+            "torch": torch_backend,
+        },
+    )
+    chosen = pick(op, contest(told, {"triton": FAST, "torch": SLOW}))
+    assert chosen.backend == "torch"
+    assert "fails at 512 tokens of this model: ArithmeticError" in chosen.refusals["triton"]
+    assert "off what torch gives" in chosen.refusals["triton"]
 
 
 def test_a_forced_backend_is_not_timed(told: Told):

@@ -20,7 +20,7 @@ from torch import Tensor
 from tetrad import __version__
 from tetrad.bench.kernels_breakdown import breakdown
 from tetrad.bench.kernels_ceilings import measure_ceilings
-from tetrad.bench.kernels_check import Arguments, Truth, changes_an_argument, truth_of
+from tetrad.bench.kernels_check import Arguments, Truth, truth_of
 from tetrad.core.arch import ModelArch
 from tetrad.core.records import CallTime, Ceilings, KernelTiming, LaunchTime
 from tetrad.kernels.backend import Backend, Op
@@ -188,7 +188,7 @@ class _Bench:
         return breakdown(call, self.timer.flush)
 
     def _call(self, op: Op, backend: Backend, arguments: Arguments) -> partial[Any]:
-        if changes_an_argument(op):
+        if op.contract.changes_an_argument:
             arguments = {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in arguments.items()
@@ -249,7 +249,7 @@ def _tokens_per_expert(cell: Cell) -> float | None:
 def _run_over_poison(op: Op, call: Callable[[], Any], spared: set[int]) -> tuple[Tensor, ...]:
     """The results of a second run, whose memory the first one left full of NaN: what a backend does
     not write shows."""
-    if not changes_an_argument(op):
+    if not op.contract.changes_an_argument:
         raw = call()
         for result in raw if isinstance(raw, tuple) else (raw,):
             if result.untyped_storage().data_ptr() not in spared:

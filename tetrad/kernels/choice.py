@@ -19,6 +19,7 @@ from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import told
 from tetrad.kernels.choice_cache import FILE_NAME, ChoiceCache, cache_folder, source_digest
+from tetrad.kernels.compare import compare
 from tetrad.kernels.contract import Case
 from tetrad.kernels.shapes import Load, Ranks, cases_for
 from tetrad.kernels.timer import Timer, timer_for
@@ -158,11 +159,12 @@ class Contest:
         failures: dict[str, str] = {}
         for tokens, case in cases.items():
             inputs = op.check.inputs(case, self.dtype, self.place)
+            truth = self._truth(op, survivors, inputs)
             for backend in survivors:
                 if backend.name in failures:
                     continue
                 try:
-                    times[backend.name][tokens] = self._time(op, backend, inputs)
+                    times[backend.name][tokens] = self._time(op, backend, inputs, truth)
                 except Exception as error:  # noqa: BLE001  # a kernel may fail in any way
                     del times[backend.name]
                     failures[backend.name] = (
@@ -170,10 +172,33 @@ class Contest:
                     )
         return times, failures
 
-    def _time(self, op: Op, backend: Backend, inputs: dict[str, Any]) -> float:
+    def _truth(
+        self, op: Op, survivors: Sequence[Backend], inputs: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """What plain torch gives, where others can be compared with it; else ()."""
+        reference = next((each for each in survivors if each.name == "torch"), None)
+        if reference is None or not op.contract.is_smooth:
+            return ()
+        return op.check.outputs(self._call(op, reference, inputs)())
+
+    def _call(self, op: Op, backend: Backend, inputs: dict[str, Any]) -> partial[Any]:
         if name := op.contract.prepared:
             inputs = inputs | {name: backend.prepare(inputs[name], self.dtype)}
-        return self.timer.time([partial(backend.run, **inputs)], CELL_S).median_us
+        return partial(backend.run, **inputs)
+
+    def _time(
+        self, op: Op, backend: Backend, inputs: dict[str, Any], truth: tuple[Tensor, ...]
+    ) -> float:
+        """Microseconds. Raises ArithmeticError when the result is not `truth` but for rounding:
+        large steps go other ways through a kernel than the canary's small ones."""
+        call = self._call(op, backend, inputs)
+        if truth:
+            allowed = 2 * op.contract.tolerance[str(self.dtype).removeprefix("torch.")]
+            for ours, theirs in zip(op.check.outputs(call()), truth, strict=True):
+                error = compare(ours, theirs).relative_l2
+                if not error <= allowed:
+                    raise ArithmeticError(f"{error:.2g} off what torch gives")
+        return self.timer.time([call], CELL_S).median_us
 
 
 def winners(op: Op, backends: Sequence[Backend], times: Times) -> tuple[Regime, ...]:

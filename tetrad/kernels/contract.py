@@ -74,6 +74,18 @@ class Contract:
     prepared: str | None = None
     """Name of the argument that a backend's `prepare` converts once at load."""
 
+    @property
+    def changes_an_argument(self) -> bool:
+        """Is a result an argument that the op writes to?"""
+        names = {argument.name for argument in self.arguments}
+        return any(result.name in names for result in self.results)
+
+    @property
+    def is_smooth(self) -> bool:
+        """Do two right backends differ by rounding only? Not where a near-tie is decided."""
+        only_activations = all(result.dtype == "activation" for result in self.results)
+        return only_activations and not self.changes_an_argument
+
 
 def ragged_pairs(lens: tuple[tuple[int, int], ...]) -> int:
     """(query, key) pairs of a causal step with (query_len, kv_len) sequences."""
