@@ -16,6 +16,7 @@ from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.experts import check as experts_check
 from tetrad.kernels.experts import contract as experts
 from tetrad.kernels.experts import gluon as experts_gluon
+from tetrad.kernels.experts import humming as experts_humming
 from tetrad.kernels.experts import reference as experts_torch
 from tetrad.kernels.experts import triton as experts_triton
 from tetrad.kernels.index_score import check as index_score_check
@@ -79,7 +80,7 @@ OPS: Mapping[str, Op] = {
         _op(activation, activation_check, activation_triton, activation_torch),
         _op(route, route_check, route_triton, route_torch),
         _op(sort_tokens, sort_tokens_check, sort_tokens_triton, sort_tokens_torch),
-        _op(experts, experts_check, experts_gluon, experts_triton, experts_torch),
+        _op(experts, experts_check, experts_gluon, experts_triton, experts_humming, experts_torch),
         _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),
         _op(store_latent, store_latent_check, store_latent_triton, store_latent_torch),
         _op(index_score, index_score_check, index_score_torch),
