@@ -47,6 +47,23 @@ def test_greedy_rows_take_the_lowest_id_of_a_tie_in_any_stretch():
     assert sample(logits, None).tolist() == [4096, 3, 0]
 
 
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 0.875])
+def test_ties_that_fill_more_than_one_block(uniform: float):
+    """Of 9000 equal tokens the first 5000 are kept."""
+    one = torch.ones(1)
+    rules = (one, torch.tensor([5000]), one, one * 0, one * uniform)
+    found = int(OPS["sample"].backends["triton"](torch.zeros(1, 9000), *rules))
+    assert found == int(5000 * uniform)
+
+
+def test_min_p_of_one_keeps_the_best():
+    one = torch.ones(1)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
+    sample = OPS["sample"].backends["triton"]
+    chosen = [int(sample(logits, one, torch.tensor([0]), one, one, one * u)) for u in (0.0, 0.9)]
+    assert chosen == [1, 3]
+
+
 def test_both_zeros_are_equal_to_top_k():
     logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0]])
     one: Tensor = torch.ones(1)
@@ -64,6 +81,14 @@ def test_routing_shows_a_nan_and_stays_in_range():
     assert weights[0].isnan().any()
     assert ids.tolist() == [[7, 0, 1], [0, 1, 2]]
     assert weights[1].isfinite().all()
+
+
+def test_routing_does_not_blow_up_scores_of_nothing():
+    weights, ids = OPS["route"].backends["triton"](
+        torch.full((1, 12), -80.0), torch.zeros(12), 3, 1, 1, True, 1.0
+    )
+    assert float(weights.max()) < 1e-10
+    assert ids.tolist() == [[0, 1, 2]]
 
 
 def test_sorting_takes_int32_too():

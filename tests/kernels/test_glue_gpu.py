@@ -71,7 +71,7 @@ def test_real_sizes_give_what_the_reference_gives(name: str, num_tokens: int):
 @pytest.mark.parametrize("num_groups", [1, 8])
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 def test_real_sizes_of_routing(num_tokens: int, num_groups: int):
-    """Scores that differ in the last bit may swap places, and nothing else may."""
+    """Experts that tie to the last bit may swap, which changes a token's sum; nothing else may."""
     op = OPS["route"]
     inputs = inputs_of(op, glm_case("route", num_tokens))
     inputs |= {"num_groups": num_groups, "groups_per_token": max(1, num_groups // 2)}
@@ -82,7 +82,8 @@ def test_real_sizes_of_routing(num_tokens: int, num_groups: int):
     assert int(differs.sum()) <= num_tokens // 100
     gap = choice.gather(1, ids) - choice.gather(1, expected_ids)
     assert float(gap.abs().max()) < 1e-6
-    assert compare(weights[~differs], expected[~differs]).passes(1e-6)
+    is_same = ~differs.any(dim=1)
+    assert compare(weights[is_same], expected[is_same]).passes(1e-6)
     assert all(len(set(row)) == 8 for row in ids.tolist())
 
 

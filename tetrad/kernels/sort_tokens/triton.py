@@ -13,8 +13,9 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.sort_tokens.contract import max_tiles
 from tetrad.kernels.triton_support import jit, next_power_of_2, tl, why_not
 
-CHUNKS = (256, 2048)
-"""Slots that a program reads at a time, in small steps and in large ones."""
+SHAPES = ((256, 4), (2048, 8), (4096, 16))
+"""(slots that a program reads at a time, its warps). The first that takes a step in one reading
+serves; the last serves the rest."""
 
 
 @jit()
@@ -79,6 +80,7 @@ def run(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tens
     assert ids.is_contiguous()
     num_slots = ids.numel()
     most = max_tiles(num_slots, num_experts, block)
+    chunk, num_warps = next((s for s in SHAPES if num_slots <= s[0]), SHAPES[-1])
     buffer = ids.new_empty(most * (block + 1) + 1, dtype=torch.int32)
     sort_kernel[(num_experts,)](
         ids,
@@ -88,9 +90,9 @@ def run(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tens
         num_experts,
         next_power_of_2(max(num_experts, 32)),
         block,
-        CHUNKS[num_slots > CHUNKS[0]],
+        chunk,
         128,
-        num_warps=4,
+        num_warps=num_warps,
     )
     end = most * block
     return buffer[:end], buffer[end:-1], buffer[-1:]
