@@ -96,7 +96,7 @@ def test_rows_outside_the_sample_are_compared_with_the_reference():
     )
     truth = truth_of(op, arguments)
     assert truth.rows is not None
-    assert (truth.rows[0], truth.rows[-1]) == (0, 499)
+    assert truth.rows.tolist()[:: len(truth.rows) - 1] == [0, 499]
     unchecked = next(row for row in range(500) if row not in truth.rows.tolist())
     (result,) = op.check.outputs(op.backends["torch"].run(**arguments))
     assert truth.error((result,)) < 1e-6
