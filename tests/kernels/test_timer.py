@@ -7,6 +7,8 @@ import torch
 
 from tetrad.core.records import CallTime
 from tetrad.kernels.timer import (
+    ESTIMATE_REPEATS,
+    FLUSH_BYTES,
     FLUSH_US,
     MAX_REPEATS,
     MIN_REPEATS,
@@ -92,11 +94,14 @@ def test_a_gpu_replays_graphs_and_falls_back_for_calls_that_wait():
 
 
 @pytest.mark.gpu
-def test_a_flush_makes_inputs_cold():
-    """16 MB fit every data-centre GPU's cache; read from memory they take longer."""
+def test_every_replay_follows_a_flush_that_reads_all_of_its_buffer():
     timer = CudaTimer(torch.device("cuda"))
-    numbers = torch.ones(4 << 20, device="cuda")
-    cold = timer.time([lambda: numbers.sum()], budget_s=0.1)
-    timer.flush = lambda: None  # type: ignore[method-assign]
-    warm = timer.time([lambda: numbers.sum()], budget_s=0.1)
-    assert cold.median_us > warm.median_us
+    number, flushes, flush = torch.zeros((), device="cuda"), [], timer.flush
+
+    def counted() -> None:
+        flush()
+        flushes.append(timer._total.item())
+
+    timer.flush = counted  # type: ignore[method-assign]
+    found = timer.time([lambda: number.add_(1.0)], budget_s=0.0)
+    assert flushes == [FLUSH_BYTES / 4] * (ESTIMATE_REPEATS + found.repeats)
