@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tetrad.kernels.backend import Backend
+from tetrad.kernels.sample.triton_search import kept_by_both, nth_token, value_of, weigh
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
 
 STRETCH = 4096
@@ -26,32 +27,12 @@ BLOCK = 4096
 TILE = 2048
 """Tokens between the bounds that are few enough for registers."""
 
-
 BY_ROW = ["temperature", "top_k", "top_p", "min_p", "uniform", "thresholds", "last_ties"]
 """Pointers to one number a row, from anywhere: kernels do not rely on their alignment."""
 
 
 @jit()
-def _key(value):
-    """An int32 that orders as the floats do; both zeros have one key."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit()
-def _value(key):
-    """The float that has this key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@jit()
-def _weight(value, peak, scale):
-    """Probability as a share of the best token's."""
-    return tl.exp((value - peak) * scale)
-
-
-@jit()
-def _weigh(
+def _kept_weights(
     logits,
     begin,
     peak,
@@ -65,7 +46,7 @@ def _weigh(
     """Weights from `begin` on, 0 for what the rules drop."""
     token = begin + tl.arange(0, SIZE)
     value = tl.load(logits + token, mask=token < NUM_TOKENS, other=float("-inf"))
-    weight = _weight(value, peak, scale)
+    weight = weigh(value, peak, scale)
     is_kept = (value > threshold) | ((value == threshold) & (token <= last_tie))
     return tl.where(is_kept & (weight >= min_p) & (token < NUM_TOKENS), weight, 0.0)
 
@@ -102,146 +83,6 @@ def greedy_kernel(peaks, best, ids, STRETCHES: tl.constexpr, SLOTS: tl.constexpr
     tl.store(ids + row, token.to(tl.int64))
 
 
-@jit()
-def _from(logits, bound, peak, scale, NUM_TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """Number and weight of the tokens whose key is at least `bound`."""
-    count = tl.zeros([SIZE], tl.int32)
-    weight = tl.zeros([SIZE], tl.float32)
-    for start in tl.range(0, NUM_TOKENS, SIZE, num_stages=3):
-        token = start + tl.arange(0, SIZE)
-        value = tl.load(logits + token, mask=token < NUM_TOKENS, other=float("-inf"))
-        is_above = (_key(value) >= bound) & (token < NUM_TOKENS)
-        count += is_above.to(tl.int32)
-        weight += tl.where(is_above, _weight(value, peak, scale), 0.0)
-    return tl.sum(count), tl.sum(weight)
-
-
-@jit()
-def _gather(logits, scratch, low, high, NUM_TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """Put the logits with keys from `low` to below `high` side by side."""
-    tl.debug_barrier()  # what was there before has been read by all threads
-    position = 0
-    for start in range(0, NUM_TOKENS, SIZE):
-        token = start + tl.arange(0, SIZE)
-        value = tl.load(logits + token, mask=token < NUM_TOKENS, other=float("-inf"))
-        key = _key(value)
-        is_between = (key >= low) & (key < high) & (token < NUM_TOKENS)
-        rank = tl.cumsum(is_between.to(tl.int32), 0)
-        tl.store(scratch + position + rank - 1, value, mask=is_between)
-        position += tl.sum(is_between.to(tl.int32))
-    tl.debug_barrier()  # what is there now may be read by any thread
-
-
-@jit()
-def _search(
-    logits,
-    scratch,
-    target,
-    low,
-    low_count,
-    peak,
-    scale,
-    BY_WEIGHT: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    SIZE: tl.constexpr,
-    FEW: tl.constexpr,
-):
-    """The highest key from which on there are `target` tokens, or `target` weight; at least `low`.
-
-    Also returns number and weight of the tokens above it, and how many have it.
-    """
-    high = _key(peak) + 1
-    count = 0
-    weight = 0.0
-    if NUM_TOKENS > FEW:  # Triton 3.6 fails on a loop whose body it can prove is never entered
-        while (high != low + 1) & (low_count - count > FEW):
-            middle = (low & high) + ((low ^ high) >> 1)
-            found, mass = _from(logits, middle, peak, scale, NUM_TOKENS, SIZE)
-            is_enough = (mass if BY_WEIGHT else found) >= target
-            low = tl.where(is_enough, middle, low)
-            low_count = tl.where(is_enough, found, low_count)
-            high = tl.where(is_enough, high, middle)
-            count = tl.where(is_enough, count, found)
-            weight = tl.where(is_enough, weight, mass)
-    if high != low + 1:
-        _gather(logits, scratch, low, high, NUM_TOKENS, SIZE)
-        place = tl.arange(0, FEW)
-        is_real = place < low_count - count
-        value = tl.load(scratch + place, mask=is_real, other=float("-inf"))
-        weights = _weight(value, peak, scale)
-        count_above = count
-        weight_above = weight
-        while high != low + 1:
-            middle = (low & high) + ((low ^ high) >> 1)
-            is_above = is_real & (_key(value) >= middle)
-            found = count_above + tl.sum(is_above.to(tl.int32))
-            mass = weight_above + tl.sum(tl.where(is_above, weights, 0.0))
-            is_enough = (mass if BY_WEIGHT else found) >= target
-            low = tl.where(is_enough, middle, low)
-            low_count = tl.where(is_enough, found, low_count)
-            high = tl.where(is_enough, high, middle)
-            count = tl.where(is_enough, count, found)
-            weight = tl.where(is_enough, weight, mass)
-    return low, count, weight, low_count - count
-
-
-@jit()
-def _nth_token(logits, key, n, NUM_TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """The n-th token with this key, counted from 1."""
-    before = 0
-    last = NUM_TOKENS
-    for start in range(0, NUM_TOKENS, SIZE):
-        token = start + tl.arange(0, SIZE)
-        value = tl.load(logits + token, mask=token < NUM_TOKENS, other=float("-inf"))
-        is_tie = ((_key(value) == key) & (token < NUM_TOKENS)).to(tl.int32)
-        is_last = (is_tie != 0) & (before + tl.cumsum(is_tie, 0) == n)
-        last = tl.minimum(last, tl.min(tl.where(is_last, token, NUM_TOKENS)))
-        before += tl.sum(is_tie)
-    return last
-
-
-@jit()
-def _kept_by_both(
-    logits,
-    scratch,
-    most,
-    share,
-    peak,
-    scale,
-    NUM_TOKENS: tl.constexpr,
-    SIZE: tl.constexpr,
-    FEW: tl.constexpr,
-):
-    """Key of the last kept token, how many tokens have that key, and how many of them are kept."""
-    lowest = tl.cast(-2139095041, tl.int32)  # the key of -inf
-    key = lowest
-    low_count = tl.cast(NUM_TOKENS, tl.int32)
-    num_equal = low_count
-    ties = low_count
-    kept = tl.cast(-1.0, tl.float32)
-    if (most > 0) & (most < NUM_TOKENS):
-        key, count, weight, num_equal = _search(
-            logits, scratch, most, lowest, low_count, peak, scale, False, NUM_TOKENS, SIZE, FEW
-        )
-        low_count = count + num_equal
-        ties = most - count
-        kept = weight + ties * _weight(_value(key), peak, scale)
-    if share < 1.0:
-        if kept < 0.0:
-            _, kept = _from(logits, lowest, peak, scale, NUM_TOKENS, SIZE)
-        target = share * kept
-        found, _, weight, num_equal = _search(
-            logits, scratch, target, key, low_count, peak, scale, True, NUM_TOKENS, SIZE, FEW
-        )
-        each = _weight(_value(found), peak, scale)
-        limit = tl.where(found == key, tl.minimum(ties, num_equal), num_equal)
-        wanted = tl.where(each > 0.0, tl.ceil((target - weight) / each), limit.to(tl.float32))
-        wanted = tl.minimum(wanted, limit.to(tl.float32)).to(tl.int32)
-        ties = tl.maximum(wanted, 1)
-        key = found
-    return key, num_equal, ties
-
-
 @jit(do_not_specialize_on_alignment=BY_ROW)
 def threshold_kernel(
     logits,
@@ -269,12 +110,12 @@ def threshold_kernel(
     last_tie = tl.cast(NUM_TOKENS, tl.int32)
     if (heat > 0.0) & (((most > 0) & (most < NUM_TOKENS)) | (share < 1.0)):
         peak, _ = _peak_of_row(peaks, best, row, STRETCHES, SLOTS)
-        key, num_equal, ties = _kept_by_both(
+        key, num_equal, ties = kept_by_both(
             logits, scratch + row * FEW, most, share, peak, 1.0 / heat, NUM_TOKENS, SIZE, FEW
         )
-        threshold = _value(key)
+        threshold = value_of(key)
         if ties < num_equal:
-            last_tie = _nth_token(logits, key, ties, NUM_TOKENS, SIZE)
+            last_tie = nth_token(logits, key, ties, NUM_TOKENS, SIZE)
     tl.store(thresholds + row, threshold)
     tl.store(last_ties + row, last_tie)
 
@@ -300,7 +141,7 @@ def weight_kernel(
     heat = tl.load(temperature + row)
     if heat > 0.0:
         peak, _ = _peak_of_row(peaks, best, row, STRETCHES, SLOTS)
-        kept = _weigh(
+        kept = _kept_weights(
             logits + row * NUM_TOKENS,
             stretch * SIZE,
             peak,
@@ -352,7 +193,7 @@ def draw_kernel(
         target = tl.load(uniform + row).to(tl.float64) * tl.sum(weight)
         stretch = _first(reached > target, weight > 0.0, SLOTS)
         before = tl.sum(tl.where(slot < stretch, weight, 0.0))
-        kept = _weigh(
+        kept = _kept_weights(
             logits + row * NUM_TOKENS,
             stretch * SIZE,
             peak,
