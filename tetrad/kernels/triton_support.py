@@ -24,6 +24,7 @@ except ImportError:
 __all__ = [
     "MIN_CAPABILITY",
     "cdiv",
+    "constexpr",
     "jit",
     "next_power_of_2",
     "row_warps",
@@ -54,6 +55,11 @@ def why_not(device: DeviceSnapshot) -> str | None:
         found, needed = (".".join(map(str, c)) for c in (device.compute_capability, MIN_CAPABILITY))
         return f"needs compute capability {needed} (Ampere) or later, this GPU has {found}"
     return None
+
+
+def constexpr(value: Any) -> Any:
+    """A constant that kernels may read from their module."""
+    return value if triton is None else tl.constexpr(value)
 
 
 def is_interpreted() -> bool:

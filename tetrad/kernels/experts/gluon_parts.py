@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tetrad.kernels.experts.triton import GATED_PTX
+
 __all__ = [
-    "copy", "decode", "fragments", "gl", "gluon", "hopper", "in_a_row", "in_turn", "jit", "place",
-    "refill", "rows_of", "start_copy", "store", "token_at",
+    "copy", "decode", "factors_of", "gl", "gluon", "hopper", "in_turn", "item_of", "jit", "place",
+    "refill", "rows_of", "start_copy", "store", "token_at", "token_ring", "weight_rings",
 ]  # fmt: skip
 
 try:
@@ -50,27 +52,24 @@ def _powers(first: int, end: int, unit: int) -> list[int]:
 
 
 @constant
-def fragments(granules: int, warps: int) -> Any:
+def fragments(warps: int) -> Any:
     """[granule, block, g, t, k32]: the words of `packing.py` that each lane of a warp decodes."""
     registers = [[0, 0, 0, 0, 1]]
-    registers += [[b, 0, 0, 0, 0] for b in _powers(1, granules, 1)]
     registers += [[0, b, 0, 0, 0] for b in _powers(warps, 8, 1)]
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
     of_warps = [[0, b, 0, 0, 0] for b in _powers(1, warps, 1)]
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [granules, 8, 8, 4, 2])
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [1, 8, 8, 4, 2])
 
 
 @constant
-def in_a_row(granules: int, warps: int, lane_step: int) -> Any:
-    """The same for the words (lane_step 2) or the scales (lane_step 0) of a tile in one row."""
+def in_a_row(warps: int, lane_step: int) -> Any:
+    """The same for the words (lane_step 2) or the scales (lane_step 0) of a granule in one row."""
     group = 8 if lane_step else 2
     block = 8 * group
-    registers = [[1]]
-    registers += [[b] for b in _powers(1, granules, 8 * block)]
-    registers += [[b] for b in _powers(warps, 8, block)]
+    registers = [[1]] + [[b] for b in _powers(warps, 8, block)]
     lanes = [[lane_step], [2 * lane_step], [group], [2 * group], [4 * group]]
     of_warps = [[b] for b in _powers(1, warps, block)]
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [granules * 8 * block])
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [8 * block])
 
 
 @constant
@@ -86,18 +85,20 @@ def rows_of(width: int, warps: int) -> Any:
 
 
 @jit()
-def decode(
-    words, scales, BK: gl.constexpr, FRAGMENTS: gl.constexpr, OPERAND: gl.constexpr,
-    PTX: gl.constexpr,
-):  # fmt: skip
-    """bf16 [128, BK] in the registers that wgmma takes as its left operand."""
-    w = gl.convert_layout(words.reshape([BK // 64, 8, 8, 4, 2]), FRAGMENTS)
-    s = scales.reshape([BK // 64, 8, 8, 2])
+def decode(words, scales, by, OPERAND: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr):
+    """bf16 [128, 64] of a granule in shared memory, in the registers of wgmma's left operand.
+
+    `by` are FACTORS.
+    """
+    FRAGMENTS: gl.constexpr = fragments(num_warps)
+    w = words.load(in_a_row(num_warps, 2)).reshape([1, 8, 8, 4, 2])
+    s = scales.load(in_a_row(num_warps, 0)).reshape([1, 8, 8, 2])
+    w = gl.convert_layout(w, FRAGMENTS)
     s = gl.convert_layout(s, gl.SliceLayout(3, FRAGMENTS)).expand_dims(3)
     p = gl.inline_asm_elementwise(
         PTX,
-        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,l,r",
-        [w, s],
+        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,l,r,r,r,r",
+        [w, s, by[0], by[1], by[2]],
         dtype=(
             gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
             gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
@@ -112,14 +113,14 @@ def decode(
     q3 = gl.join(gl.join(p[12], p[13]), gl.join(p[14], p[15]))
     # axes: k granule, 16-row block, row in 8, lane pair, k32 | k parity, row half, k half, k16
     a = gl.join(gl.join(q0, q1), gl.join(q2, q3)).permute([1, 6, 2, 0, 4, 8, 7, 3, 5])
-    return gl.convert_layout(a.reshape([128, BK]), OPERAND)
+    return gl.convert_layout(a.reshape([128, 64]), OPERAND)
 
 
 @jit()
 def place(item, tiles, NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr):
     """Token tile and weight tile of an item: GROUP token tiles side by side."""
     group = item // (GROUP * NUM_COLUMNS)
-    size = gl.minimum(tiles - group * GROUP, GROUP)
+    size = gl.maximum(gl.minimum(tiles - group * GROUP, GROUP), 1)
     inside = item - group * (GROUP * NUM_COLUMNS)
     return group * GROUP + inside % size, inside // size
 
@@ -135,22 +136,27 @@ def token_at(x, rows, position, k, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GAT
 
 @jit()
 def store(
-    acc, rows, first, scale_at, out, column,
+    acc, rows, first, factors, out, column,
     OUT: gl.constexpr, IS_GATE_UP: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Finish an accumulator [128, BM] and write its rows, padding left out."""
+    """Finish an accumulator [128, BM] and write its rows, padding left out.
+
+    `factors` are the global scales of gate and up, or that of down twice.
+    """
     FEATURES: gl.constexpr = 64 if IS_GATE_UP else 128
     LAYOUT: gl.constexpr = rows_of(FEATURES, num_warps)
     position = first + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
     row = gl.load(rows + position)
     if IS_GATE_UP:
         gate, up = acc.reshape([8, 2, 8, BM]).permute([0, 2, 3, 1]).split()
-        gate = gate.reshape([64, BM]) * gl.load(scale_at)
-        up = up.reshape([64, BM]) * gl.load(scale_at + 1)
-        y = gate / (1.0 + gl.exp(-gate)) * up
+        gate = gate.reshape([64, BM]) * factors[0]
+        up = up.reshape([64, BM]) * factors[1]
+        y = gl.inline_asm_elementwise(
+            GATED_PTX, "=f,f,f", [gate, up], dtype=gl.float32, is_pure=True, pack=1
+        )
         target = position
     else:
-        y = acc * gl.load(scale_at)
+        y = acc * factors[0]
         target = row
     y = gl.convert_layout(y.to(out.dtype.element_ty).permute([1, 0]), LAYOUT)
     feature = column * FEATURES + gl.arange(0, FEATURES, layout=gl.SliceLayout(0, LAYOUT))
@@ -159,16 +165,58 @@ def store(
 
 
 @jit()
-def refill(
-    step, at, ring,
-    STEPS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, HAS_MORE: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a step; nothing past the last."""
-    here = step < STEPS
-    slot = step % STAGES
-    start_copy(ring[0].index(slot), at[0] + step * (BK * 8), mask=here)
-    start_copy(ring[1].index(slot), at[1] + step * (BK * 2), mask=here)
-    start_copy(ring[2].index(slot), at[2] + step * BK, mask=here)
-    if HAS_MORE:
-        start_copy(ring[3].index(slot), at[3] + step * BK, mask=here)
+def refill(first, stage, at, ring, STEPS: gl.constexpr, UNIT: gl.constexpr, HAS_MORE: gl.constexpr):
+    """Start the copies of UNIT steps into a stage of the ring; nothing past the last step."""
+    for unit in gl.static_range(UNIT):
+        step = first + unit
+        here = step < STEPS
+        slot = stage * UNIT + unit
+        start_copy(ring[0].index(slot), at[0] + step * 512, mask=here)
+        start_copy(ring[1].index(slot), at[1] + step * 128, mask=here)
+        start_copy(ring[2].index(slot), at[2] + step * 64, mask=here)
+        if HAS_MORE:
+            start_copy(ring[3].index(slot), at[3] + step * 64, mask=here)
     copy.commit_group()
+
+
+@jit()
+def weight_rings(SLOTS: gl.constexpr):
+    """Shared memory for the words and scales of SLOTS granules."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 512], PLAIN),
+        gl.allocate_shared_memory(gl.int32, [SLOTS, 128], PLAIN),
+    )
+
+
+@jit()
+def token_ring(SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Shared memory for 64 columns of ROWS token rows, SLOTS times, as wgmma reads it."""
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, 64], SWIZZLED)
+
+
+@jit()
+def item_of(item, tile_expert, num_tiles, NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+    """Token tile, weight tile and expert of an item; the expert is -1 where there is no work."""
+    if GROUP == 1:
+        tile = item // NUM_COLUMNS
+        column = item % NUM_COLUMNS
+        expert = gl.load(tile_expert + tile)
+    else:
+        tiles = gl.load(num_tiles)
+        tile, column = place(item, tiles, NUM_COLUMNS, GROUP)
+        expert = gl.load(tile_expert + tile, mask=item < tiles * NUM_COLUMNS, other=-1)
+    return tile, column, expert.to(gl.int64)
+
+
+@jit()
+def factors_of(global_scale, expert, IS_GATE_UP: gl.constexpr):
+    """The global scales of gate and up, or that of down twice."""
+    if IS_GATE_UP:
+        first = gl.load(global_scale + expert * 2)
+        second = gl.load(global_scale + expert * 2 + 1)
+    else:
+        first = gl.load(global_scale + expert)
+        second = first
+    return first, second

@@ -175,27 +175,20 @@ def _pack_words(codes: Tensor, words: Tensor) -> None:
     experts, tiles, granules, _ = words.shape
     # e, tile, 16-row block, row half, g | granule, k32, k16, k half, t
     fields = codes.view(experts, tiles, 8, 2, 8, granules, 2, 2, 2, 4)
+    # k16, k half, row half | e, tile, granule, block, g, t, k32: one plane a fragment register
+    planes = fields.permute(7, 8, 3, 0, 1, 5, 2, 4, 9, 6).contiguous()
+    target = words.view(torch.int32).view(*planes.shape[3:], 2)
     plain = [_moves(places, codes.device) for places in PLAIN_PLACES]
-    tails = [[_moves(p, codes.device) for p in both] for both in TAIL_PLACES]
-    # e, tile, granule, block, g, t, k32, word
-    target = words.view(torch.int32).view(experts, tiles, granules, 8, 8, 4, 2, 2)
-    target.zero_()
-    for k16 in (0, 1):
-        for index, (row_half, k_half) in enumerate(((0, 0), (1, 0), (0, 1))):
-            target[..., k16] |= _lane_order(plain[index][_at(fields, row_half, k16, k_half)])
-        tail = _at(fields, 1, k16, 1)
-        for word in (0, 1):
-            target[..., word] |= _lane_order(tails[k16][word][tail])
-
-
-def _at(fields: Tensor, row_half: int, k16: int, k_half: int) -> Tensor:
-    """Bytes [e, tile, block, g, granule, k32, t] of one fragment register, as indices."""
-    return fields[:, :, :, row_half, :, :, :, k16, k_half].int()
-
-
-def _lane_order(plane: Tensor) -> Tensor:
-    """e, tile, block, g, granule, k32, t to e, tile, granule, block, g, t, k32."""
-    return plane.permute(0, 1, 4, 2, 3, 6, 5)
+    tails = [[_moves(places, codes.device) for places in both] for both in TAIL_PLACES]
+    far = [planes[k16, 1, 1].int() for k16 in (0, 1)]
+    for word in (0, 1):
+        packed = tails[0][word][far[0]]
+        packed |= tails[1][word][far[1]]
+        for table, plane in zip(
+            plain, (planes[word, 0, 0], planes[word, 0, 1], planes[word, 1, 0]), strict=True
+        ):
+            packed |= table[plane.int()]
+        target[..., word] = packed
 
 
 def _pack_scales(stored: Tensor, scales: Tensor) -> None:

@@ -41,6 +41,8 @@ class TileShape:
     group: int = 1
     """Tiles that go through the columns of the weights side by side, to meet in the L2 cache."""
     warps: int = 4
+    max_registers: int | None = None
+    """Per thread, where fewer registers let another program onto the multiprocessor."""
     more_rows: int = 0
     """Rows that a second accumulator adds where an expert has them; none in `triton.py`."""
     is_persistent: bool = False

@@ -19,7 +19,7 @@ from tetrad.kernels.experts import reference
 from tetrad.kernels.experts.grouping import Grouping, in_groups
 from tetrad.kernels.experts.prepared import GroupedExperts, Operand, Prepared, prepare
 from tetrad.kernels.experts.tiles import HOPPER, TRITON_TILES, fitted, tile_for
-from tetrad.kernels.triton_support import is_interpreted, jit, tl, why_not
+from tetrad.kernels.triton_support import constexpr, is_interpreted, jit, tl, why_not
 
 HAS_BF16_MUL = (9, 0)
 """From this capability on `mul.bf16x2` exists."""
@@ -32,26 +32,38 @@ def _times(target: str, scale: str, has_bf16_mul: bool) -> str:
     return f"fma.rn.bf16x2 {target}, {target}, {scale}, minus_zero;"
 
 
-def _three_pairs(word: str, first: int, scales: tuple[str, str], has_bf16_mul: bool) -> str:
+def _left(target: str, source: str, bits: int, by_multiplying: bool) -> str:
+    """PTX: target = source << bits. A multiplication when the factors are operands 18 to 20."""
+    if by_multiplying:
+        return f"mul.lo.u32 {target}, {source}, ${FACTORS.index(1 << bits) + 18};"
+    return f"shl.b32 {target}, {source}, {bits};"
+
+
+def _three_pairs(word: str, first: int, has_bf16_mul: bool, by_multiplying: bool) -> str:
     """PTX: the three code pairs that a mask alone lifts out of a word."""
-    lines = []
-    for pair, shift in enumerate((0, 3, 6)):
-        target, source = f"pair{first + pair}", word
-        if shift:
-            lines.append(f"shl.b32 moved, {word}, {shift};")
+    lines, source = [], word
+    for pair in range(first, first + 3):
+        if pair > first:
+            lines.append(_left("moved", source, 3, by_multiplying))
             source = "moved"
-        lines.append(f"and.b32 {target}, {source}, 0x81C081C0;")
-        lines.append(_times(target, scales[pair % 2], has_bf16_mul))
+        lines.append(f"and.b32 pair{pair}, {source}, 0x81C081C0;")
+        lines.append(_times(f"pair{pair}", f"scale{first // 2 + pair % 2}", has_bf16_mul))
     return "\n".join(lines)
 
 
+FACTORS = (2, 8, 16)
+"""What `by_multiplying` multiplies by."""
+
+
 @functools.cache
-def decode_ptx(has_bf16_mul: bool) -> str:
+def decode_ptx(has_bf16_mul: bool, by_multiplying: bool = False) -> str:
     """PTX from one 64-bit word (16 codes) and one 32-bit word (4 scales) to 16 bf16 weights.
 
-    17 integer operations and 8 multiplications for 16 weights. $16 is the word, $17 the scales;
-    `base` adds the upper exponent bits of two bf16 scales. `has_bf16_mul`: the target
-    has `mul.bf16x2`.
+    17 integer operations for the busiest unit and 8 multiplications for 16 weights, if ptxas turns
+    the 7 shifts to the left into multiplications. It does in small kernels alone; operands 18, 19
+    and 20, the FACTORS, which ptxas cannot know, leave it no choice.
+    $16 is the word, $17 the scales; `base` adds the upper exponent bits of two bf16 scales.
+    `has_bf16_mul`: the target has `mul.bf16x2`.
     """
     stores = "\n".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair{i};" for i in range(8))
     return f"""
@@ -61,7 +73,7 @@ def decode_ptx(has_bf16_mul: bool) -> str:
 mov.b32 minus_zero, 0x80008000;
 mov.b32 base, 0x70007000;
 mov.b64 {{word0, word1}}, $16;
-shl.b32 low, $17, 4;
+{_left("low", "$17", 4, by_multiplying)}
 lop3.b32 low, low, 0x0FF00FF0, base, 0xEA;
 shr.b32 high, $17, 4;
 lop3.b32 high, high, 0x0FF00FF0, base, 0xEA;
@@ -71,16 +83,16 @@ mov.b32 scale0, {{half0, half0}};
 mov.b32 scale1, {{half1, half1}};
 mov.b32 scale2, {{half2, half2}};
 mov.b32 scale3, {{half3, half3}};
-{_three_pairs("word0", 0, ("scale0", "scale1"), has_bf16_mul)}
-{_three_pairs("word1", 4, ("scale2", "scale3"), has_bf16_mul)}
+{_three_pairs("word0", 0, has_bf16_mul, by_multiplying)}
+{_three_pairs("word1", 4, has_bf16_mul, by_multiplying)}
 shr.b32 tail, word1, 5;
 lop3.b32 both, word0, tail, 0x6C006C00, 0xE4;
-shl.b32 moved, both, 1;
+{_left("moved", "both", 1, by_multiplying)}
 shr.b32 tail, both, 3;
 and.b32 sign, moved, 0x80008000;
 lop3.b32 pair3, tail, 0x01C001C0, sign, 0xEA;
 {_times("pair3", "scale1", has_bf16_mul)}
-shl.b32 sign, both, 2;
+{_left("sign", "moved", 1, by_multiplying)}
 and.b32 sign, sign, 0x80008000;
 lop3.b32 sign, both, 0x01000100, sign, 0xEA;
 lop3.b32 pair7, moved, 0x00C000C0, sign, 0xEA;
@@ -88,6 +100,21 @@ lop3.b32 pair7, moved, 0x00C000C0, sign, 0xEA;
 {stores}
 }}
 """
+
+
+GATED_PTX = constexpr("""
+{
+.reg .f32 power;
+mul.ftz.f32 power, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 power, power;
+add.ftz.f32 power, power, 0f3F800000;
+rcp.approx.ftz.f32 power, power;
+mul.ftz.f32 power, power, $1;
+mul.ftz.f32 $0, power, $2;
+}
+""")
+"""silu($1) * $2 = $1 / (1 + 2^(-log2(e) $1)) * $2 within 2^-21. Shorter than what Triton makes of
+it, which keeps ptxas from moving the shifts of the loop to the unit that is already the busiest."""
 
 
 @jit()
@@ -242,6 +269,54 @@ def _dense_product(
     return acc
 
 
+@jit()
+def _item_of(item, tile_expert, num_tiles, NUM_COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Token tile, weight tile and expert of a program; the expert is -1 where there is no work.
+
+    GROUP token tiles go through the weight tiles side by side.
+    """
+    if GROUP == 1:
+        tile = item // NUM_COLUMNS
+        column = item % NUM_COLUMNS
+        expert = tl.load(tile_expert + tile)
+    else:
+        tiles = tl.load(num_tiles)
+        group = item // (GROUP * NUM_COLUMNS)
+        size = tl.maximum(tl.minimum(tiles - group * GROUP, GROUP), 1)
+        inside = item - group * (GROUP * NUM_COLUMNS)
+        tile = group * GROUP + inside % size
+        column = inside // size
+        expert = tl.load(tile_expert + tile, mask=item < tiles * NUM_COLUMNS, other=-1)
+    return tile, column, expert.to(tl.int64)
+
+
+@jit()
+def _factors(global_scale, expert, IS_GATE_UP: tl.constexpr, IS_PACKED: tl.constexpr):
+    """The global scales of gate and up, or that of down twice; ones for dense weights."""
+    if not IS_PACKED:
+        first = 1.0
+        second = 1.0
+    elif IS_GATE_UP:
+        first = tl.load(global_scale + expert * 2)
+        second = tl.load(global_scale + expert * 2 + 1)
+    else:
+        first = tl.load(global_scale + expert)
+        second = first
+    return first, second
+
+
+@jit()
+def _gated(gate, up, PTX: tl.constexpr):
+    """silu(gate) * up in fp32."""
+    if PTX == "":
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        y = tl.inline_asm_elementwise(
+            GATED_PTX, "=f,f,f", [gate, up], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
 @jit(do_not_specialize_on_alignment=["tile_expert", "num_tiles"])
 def grouped_product(
     x, first, second, global_scale, rows, tile_expert, num_tiles, out,
@@ -261,17 +336,12 @@ def grouped_product(
     """
     FEATURES: tl.constexpr = 64 if IS_GATE_UP else 128
     NUM_COLUMNS: tl.constexpr = (OUT + FEATURES - 1) // FEATURES
-    item = tl.program_id(0)
-    tiles = tl.load(num_tiles)
-    if item < tiles * NUM_COLUMNS:
-        group = item // (GROUP * NUM_COLUMNS)
-        size = tl.minimum(tiles - group * GROUP, GROUP)
-        inside = item - group * (GROUP * NUM_COLUMNS)
-        tile = group * GROUP + inside % size
-        column = inside // size
-        expert = tl.load(tile_expert + tile).to(tl.int64)
-        position = tile * BM + tl.arange(0, BM)
-        row = tl.load(rows + position)
+    tile, column, expert = _item_of(tl.program_id(0), tile_expert, num_tiles, NUM_COLUMNS, GROUP)
+    # before the test, so that it need not wait for the expert
+    position = tile * BM + tl.arange(0, BM)
+    row = tl.load(rows + position)
+    if expert >= 0:
+        first_factor, second_factor = _factors(global_scale, expert, IS_GATE_UP, IS_PACKED)
         source = tl.maximum(row, 0) // SLOTS if IS_GATE_UP else position
         k = tl.arange(0, BK)
         x_at = x + source.to(tl.int64)[None, :] * IN + k[:, None]
@@ -287,17 +357,11 @@ def grouped_product(
             )  # fmt: skip
         if IS_GATE_UP:
             gate, up = acc.reshape(8, 2, 8, BM).permute(0, 2, 3, 1).split()
-            gate, up = gate.reshape(64, BM), up.reshape(64, BM)
-            if IS_PACKED:
-                gate *= tl.load(global_scale + expert * 2)
-                up *= tl.load(global_scale + expert * 2 + 1)
-            y = gate / (1.0 + tl.exp(-gate)) * up
-            target = position
+            gate = gate.reshape(64, BM) * first_factor
+            y = _gated(gate, up.reshape(64, BM) * second_factor, PTX)
         else:
-            y = acc
-            if IS_PACKED:
-                y *= tl.load(global_scale + expert)
-            target = row
+            y = acc * first_factor
+        target = position if IS_GATE_UP else row
         feature = column * FEATURES + tl.arange(0, FEATURES)
         at = out + target.to(tl.int64)[:, None] * OUT + feature[None, :]
         mask = (row >= 0)[:, None] & (feature < OUT)[None, :]
@@ -330,6 +394,7 @@ def grouped(
         STAGES=tile.stages,
         PTX="" if is_interpreted() else decode_ptx(capability >= HAS_BF16_MUL),
         num_warps=tile.warps,
+        maxnreg=tile.max_registers,
     )
 
 
