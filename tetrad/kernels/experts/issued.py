@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS
 from tetrad.kernels.experts.prepared import GroupedExperts
-from tetrad.kernels.experts.tiles import TileShape
+from tetrad.kernels.experts.tiles import HOPPER, TRITON_TILES, TileShape, tile_for
 
 
 def issued_flops(ids: Tensor, weight: GroupedExperts, tile: TileShape) -> float:
@@ -24,3 +27,19 @@ def issued_flops(ids: Tensor, weight: GroupedExperts, tile: TileShape) -> float:
         for part in (weight.gate_up, weight.down)
     )
     return num_rows * per_row
+
+
+def triton_tile(ids: Tensor, weight: GroupedExperts) -> tuple[TileShape, tuple[int, int]]:
+    """The tile that the Triton backend takes for a step on the device of `ids`, and what that is
+    capable of."""
+    capability = torch.cuda.get_device_capability(ids.device)
+    tiles = TRITON_TILES[capability[0] == HOPPER]
+    return tile_for(ids.numel(), weight.num_experts, tiles), capability
+
+
+def issued_by_triton(arguments: Mapping[str, Any]) -> float | None:
+    """Of a call with these arguments; None where plain torch computes it."""
+    ids, weight = arguments["ids"], arguments["weight"]
+    if not isinstance(weight, GroupedExperts):
+        return None
+    return issued_flops(ids, weight, triton_tile(ids, weight)[0])
