@@ -14,6 +14,7 @@ hold for all warps before any of them refills.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels import triton_support
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import triton as portable
+from tetrad.kernels.experts.decode import FACTORS, decode_ptx
 from tetrad.kernels.experts.gluon_parts import (
     copy,
     decode,
@@ -42,10 +44,10 @@ from tetrad.kernels.experts.gluon_parts import (
     weight_rings,
 )
 from tetrad.kernels.experts.grouping import Grouping, in_groups
+from tetrad.kernels.experts.issued import issued_by_triton, issued_flops
 from tetrad.kernels.experts.packing import GRANULE_COLUMNS
 from tetrad.kernels.experts.prepared import GroupedExperts, Operand, Prepared, prepare
-from tetrad.kernels.experts.tiles import GLUON_TILES, HOPPER, fitted, tile_for
-from tetrad.kernels.experts.triton import FACTORS, decode_ptx
+from tetrad.kernels.experts.tiles import GLUON_TILES, HOPPER, TileShape, fitted, tile_for
 
 
 @jit()
@@ -331,11 +333,26 @@ def run(
     x: Tensor, weight: Prepared, ids: Tensor, slot_weights: Tensor, shared: Tensor | None
 ) -> Tensor:
     """As `triton.run`, which computes what has no whole tiles here."""
-    if isinstance(weight, GroupedExperts):
-        tile = tile_for(ids.numel(), weight.num_experts, GLUON_TILES)
-        if all(is_whole(part, tile.stages) for part in (weight.gate_up, weight.down)):
-            return in_groups(x, weight, (ids, slot_weights, shared), tile, (9, 0), grouped)
-    return portable.run(x, weight, ids, slot_weights, shared)
+    tile = tile_of(ids, weight)
+    if tile is None or not isinstance(weight, GroupedExperts):
+        return portable.run(x, weight, ids, slot_weights, shared)
+    return in_groups(x, weight, (ids, slot_weights, shared), tile, (9, 0), grouped)
+
+
+def tile_of(ids: Tensor, weight: Prepared) -> TileShape | None:
+    """The tile for a step, or None where its loops cannot take the weights."""
+    if not isinstance(weight, GroupedExperts):
+        return None
+    tile = tile_for(ids.numel(), weight.num_experts, GLUON_TILES)
+    parts = (weight.gate_up, weight.down)
+    return tile if all(is_whole(part, tile.stages) for part in parts) else None
+
+
+def issued(arguments: Mapping[str, Any]) -> float | None:
+    """Operations of a call with these arguments, padding included."""
+    ids, weight = arguments["ids"], arguments["weight"]
+    tile = tile_of(ids, weight)
+    return issued_by_triton(arguments) if tile is None else issued_flops(ids, weight, tile)
 
 
 def why_not(device: DeviceSnapshot) -> str | None:
@@ -349,4 +366,4 @@ def why_not(device: DeviceSnapshot) -> str | None:
     return None
 
 
-BACKEND = Backend("gluon", run, why_not, prepare)
+BACKEND = Backend("gluon", run, why_not, prepare, issued)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tetrad.kernels.experts.triton import GATED_PTX
+from tetrad.kernels.experts.decode import GATED_PTX
 
 __all__ = [
     "copy", "decode", "factors_of", "gl", "gluon", "hopper", "in_turn", "item_of", "jit", "place",
