@@ -7,8 +7,10 @@ from torch import Tensor
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
 
-MAX_COLUMNS = 1024
-"""Columns of one program: enough for wide loads, few enough to keep a GPU busy with one token."""
+FEW_TOKENS = 64
+MAX_COLUMNS = (1024, 2048)
+"""Columns of one program, with few tokens and with more: each program reads its token's slots
+first, so that wide ones waste less, but one token should keep more than a few programs busy."""
 
 
 @jit()
@@ -45,7 +47,7 @@ def run(rows: Tensor, ids: Tensor, slot_weights: Tensor, shared: Tensor | None) 
     num_tokens, num_slots = ids.shape
     width = rows.shape[1]
     y = rows.new_empty(num_tokens, width)
-    columns = min(MAX_COLUMNS, next_power_of_2(width))
+    columns = min(MAX_COLUMNS[num_tokens > FEW_TOKENS], next_power_of_2(width))
     reduce_kernel[(num_tokens, cdiv(width, columns))](
         rows, ids, slot_weights, shared, y, width, num_slots, columns, num_warps=4
     )

@@ -46,7 +46,7 @@ CONTRACT = Contract(
         _case("one expert has every token", T=70, K=1, E=5, block=16, used=1),
         _case("odd block", T=40, K=4, E=12, block=48, dropped=0.5),
         _case("glm", T=33, K=8, E=256, block=16),
-        _case("glm rank", T=300, K=8, E=32, block=64),
+        _case("glm rank", T=600, K=8, E=32, block=64),
     ),
     flops=lambda _case: 0.0,
     bytes=_bytes,

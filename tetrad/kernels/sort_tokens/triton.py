@@ -1,7 +1,7 @@
 """Grouping slots in one launch: a program per expert counts all slots, then places its own.
 
 Every program counts for itself where its tiles begin, so no program waits for another and nothing
-depends on the order in which they run.
+depends on the order in which they run. The next slots are on their way while some are counted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ def _fill(where, begin, end, step, value, SPAN: tl.constexpr):
         tl.store(where + at, value, mask=at < end)
 
 
+@jit()
+def _read(ids, start, num_slots, CHUNK: tl.constexpr):
+    """Experts of CHUNK slots, -1 past the last."""
+    slot = start + tl.arange(0, CHUNK)
+    return tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+
+
 @jit(do_not_specialize=["num_slots", "most_tiles"])
 def sort_kernel(
     ids,
@@ -45,12 +52,12 @@ def sort_kernel(
     tile_expert = rows + most_tiles * BLOCK
     num_tiles = tile_expert + most_tiles
     expert = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
     counts = tl.zeros([NUM_BINS], tl.int32)
+    chosen = _read(ids, 0, num_slots, CHUNK)
     for start in range(0, num_slots, CHUNK):
-        slot = start + lane
-        chosen = tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+        ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
         counts += tl.histogram(chosen, NUM_BINS, mask=chosen >= 0)
+        chosen = ahead
     tiles = (counts + BLOCK - 1) // BLOCK
     bins = tl.arange(0, NUM_BINS)
     first = tl.sum(tl.where(bins < expert, tiles, 0))
@@ -58,13 +65,14 @@ def sort_kernel(
     total = tl.sum(tiles)
 
     position = first * BLOCK
+    chosen = _read(ids, 0, num_slots, CHUNK)
     for start in range(0, num_slots, CHUNK):
-        slot = start + lane
-        chosen = tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+        ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
         is_mine = (chosen == expert).to(tl.int32)
         rank = tl.cumsum(is_mine, 0)
-        tl.store(rows + position + rank - 1, slot, mask=is_mine != 0)
+        tl.store(rows + position + rank - 1, start + tl.arange(0, CHUNK), mask=is_mine != 0)
         position += tl.sum(is_mine)
+        chosen = ahead
     _fill(rows, position, last * BLOCK, SPAN, -1, SPAN)
     _fill(tile_expert, first, last, SPAN, expert, SPAN)
 
