@@ -76,6 +76,7 @@ def test_the_shapes_of_a_config_file_and_of_a_preset(tetrad, tmp_path: Path):
         (["--ops", "expert"], "--ops expert: there is no such one"),
         (["--ops", "rms_nrm"], "Did you mean 'rms_norm'?"),
         (["--backends", "tritn"], "Did you mean 'triton'?"),
+        (["--backends", "gluon", "--ops", "mla"], "none of the ops asked for has such a one; mla"),
         (["--model", "glm5"], "Did you mean 'glm-5'?"),
         (["--tokens", "1,x"], "--tokens 1,x: whole numbers from 1 on with commas"),
         (["--tokens", "0"], "whole numbers from 1 on"),

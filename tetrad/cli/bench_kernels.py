@@ -73,6 +73,14 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
     backends = dict.fromkeys(name for op in OPS.values() for name in op.backends)
     _known("--ops", config.op_names, OPS)
     _known("--backends", config.backend_names, backends)
+    ops = config.op_names or tuple(OPS)
+    if config.backend_names and not any(
+        set(config.backend_names) & set(OPS[op].backends) for op in ops
+    ):
+        raise ConfigError(
+            f"--backends {config.backends}: none of the ops asked for has such a one; {ops[0]} has "
+            f"{', '.join(OPS[ops[0]].backends)}."
+        )
     name, arch = _model(config.model, device.type)
     ranks = Ranks(**config.rank_counts)
     ranks.check(arch)
@@ -87,7 +95,7 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
         for each in config.tokens_per_expert_counts
     ]
     return KernelBench(
-        ops=config.op_names or tuple(OPS),
+        ops=ops,
         backends=config.backend_names,
         arch=arch,
         model=name,
