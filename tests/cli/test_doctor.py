@@ -44,8 +44,9 @@ def test_a_backend_with_wrong_numbers_is_a_problem(tetrad, monkeypatch):
     found = json.loads(out)
     assert code == 1
     assert any("No backend of rope can run" in problem for problem in found["problems"])
-    (row,) = [row for row in found["backends"] if row["op"] == "rope"]
-    assert (row["is_chosen"], row["refusal"]) == (False, "wrong")
+    rows = [row for row in found["backends"] if row["op"] == "rope"]
+    assert not any(row["is_chosen"] for row in rows)
+    assert "wrong" in [row["refusal"] for row in rows if row["backend"] == "torch"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

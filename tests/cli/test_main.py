@@ -15,7 +15,7 @@ from tetrad.cli.flags import all_flags
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import BenchFailure, CapacityError, ConfigError, EngineDiedError
 
-VERBS = ("serve", "chat", "bench", "bench serve", "eval", "quantize", "doctor")
+VERBS = ("serve", "chat", "bench", "bench serve", "bench kernels", "eval", "quantize", "doctor")
 HEAVY = ("torch", "aiohttp", "fastapi", "uvicorn", "tokenizers", "transformers", "numpy")
 
 LOOK = """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
+from tetrad.bench.kernels_options import BenchKernelsConfig
 from tetrad.bench.options import BenchServeConfig
 from tetrad.cli.flags import all_flags
 from tetrad.core.config import Config, ServeConfig
@@ -27,7 +28,9 @@ def numeric(annotation: object) -> bool:
     return is_union and any(numeric(a) for a in typing.get_args(annotation))
 
 
-@pytest.mark.parametrize("config", [ServeConfig, BenchServeConfig, QuantizeConfig])
+@pytest.mark.parametrize(
+    "config", [ServeConfig, BenchServeConfig, BenchKernelsConfig, QuantizeConfig]
+)
 def test_every_field_has_a_description_and_every_number_a_range(config: type[Config]):
     assert config.model_fields
     for name, field in config.model_fields.items():

@@ -36,9 +36,17 @@ def test_equal_tokens_share_the_line_in_order_of_their_ids(uniform: float, token
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.39, 0), (0.41, 1), (0.69, 1), (0.71, 2)])
-def test_the_most_probable_token_comes_first(uniform: float, token: int):
+def test_tokens_lie_in_order_of_their_ids_not_of_their_probabilities(uniform: float, token: int):
     assert draw(FALLING, uniform) == token
-    assert draw(FALLING.flip(0), uniform) == 3 - token
+    assert draw(FALLING.flip(0), 1.0 - uniform) == 3 - token
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.3, 0.6, ALMOST_ONE])
+def test_what_is_dropped_leaves_no_gap(uniform: float):
+    """Of 0.1, 0.4, 0.2, 0.3, the middle two ranks are ids 3 and 2; top-k 3 drops id 0."""
+    mixed = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    expected = 1 if uniform < 4 / 9 else 2 if uniform < 6 / 9 else 3
+    assert draw(mixed, uniform, top_k=3) == expected
 
 
 @pytest.mark.parametrize(("top_k", "last"), [(0, 3), (1, 0), (2, 1), (4, 3), (99, 3)])

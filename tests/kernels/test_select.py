@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import tetrad.kernels
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import UnsupportedError
 from tetrad.kernels import canary as canary_module
@@ -18,22 +16,10 @@ from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.select import FLAG_OPS, OP_NAMES, OpSet, choose, resolve_ops
+from tetrad.kernels.select import FLAG_OPS, OpSet, choose, resolve_ops
 
 CPU = torch.device("cpu")
 HERE = snapshot("cpu")
-
-
-def test_the_registry_is_what_lies_on_disk():
-    root = Path(tetrad.kernels.__file__).parent
-    folders = {path.parent.name for path in root.glob("*/contract.py")}
-    assert folders == set(OPS)
-    assert set(OP_NAMES) == set(OPS)
-    for name, op in OPS.items():
-        assert op.contract.name == name
-        assert (root / name / "reference.py").is_file()
-        assert (root / name / "check.py").is_file()
-        assert op.backends["torch"] is list(op.backends.values())[-1]
 
 
 def test_flags_that_force_a_backend_exist():
@@ -50,6 +36,7 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     assert rows["experts"]["reason"] == "asked for"
     assert rows["mla"] == {
         "op": "mla", "backend": "torch", "reason": "the only one", "refusals": {},
+        "times_us": {}, "regimes": (),
     }  # fmt: skip
     assert ops.rope is OPS["rope"].backends["torch"]
 
@@ -58,7 +45,7 @@ def test_an_unknown_op_or_backend_names_the_nearest():
     with pytest.raises(UnsupportedError, match=r"no op 'expert'\. Did you mean 'experts'"):
         resolve_ops("cpu", {"expert": "torch"})
     with pytest.raises(
-        UnsupportedError, match=r"no backend 'troch'; it has 'torch', or 'auto'.*'to"
+        UnsupportedError, match=r"no backend 'troch'; it has .*'torch', or 'auto'.*'to"
     ):
         resolve_ops("cpu", {"experts": "troch"})
 
@@ -153,4 +140,6 @@ def test_resolving_on_a_gpu():
     assert found.kind == "cuda"
     assert found.compute_capability is not None
     assert found.memory_bytes > 1 << 30
-    assert {row["backend"] for row in resolve_ops("cuda", dtype=torch.bfloat16).report} == {"torch"}
+    for row in resolve_ops("cuda", dtype=torch.bfloat16).report:
+        first = next(name for name in OPS[row["op"]].backends if name not in row["refusals"])
+        assert row["backend"] == first

@@ -39,11 +39,16 @@ app.command(
     help="Ask a model one question, or talk with it; starts a server when none is running.",
     sort_key=2,
 )
-app.command(bench := App(name="bench", help="Measure a server.", sort_key=3))
+app.command(bench := App(name="bench", help="Measure a server, or kernels.", sort_key=3))
 bench.command(
     "tetrad.cli.bench_serve:bench_serve",
     name="serve",
     help="Put load on a running server and print what it did.",
+)
+bench.command(
+    "tetrad.cli.bench_kernels:bench_kernels",
+    name="kernels",
+    help="Time every kernel at a real model's shapes, against ceilings measured in the same run.",
 )
 app.command(
     "tetrad.cli.eval:evaluate",

@@ -20,7 +20,7 @@ class DeviceSnapshot:
     num_cores: int
     """Streaming multiprocessors; logical processors for a CPU."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Package or driver → version: python, torch, and cuda on a GPU."""
+    """Package or driver → version: python, torch; cuda, triton and driver on a GPU."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form, for /server_info and records."""

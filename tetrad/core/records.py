@@ -257,6 +257,129 @@ class EvalRun(Record):
     """The first few."""
 
 
+Bound = Literal["memory", "compute"]
+
+
+class Ceilings(Record):
+    """What the device reached in the same run, by the same clock."""
+
+    copy_tb_per_s: float
+    """Device to device, bytes read and written."""
+    read_tb_per_s: float
+    """Summing a long vector."""
+    gemm_tflops: float
+    """A large square matrix product in the run's dtype."""
+    launch_us: float
+    """The time of a call that does next to nothing; it is part of every figure."""
+
+    @property
+    def tb_per_s(self) -> float:
+        """The better of the two bandwidths."""
+        return max(self.copy_tb_per_s, self.read_tb_per_s)
+
+    def floor_us(
+        self, flops: float, num_bytes: float
+    ) -> tuple[float, Literal["memory", "compute"]]:
+        """The least time that the ceilings allow, and which of them binds."""
+        memory_us = num_bytes / (self.tb_per_s * 1e6)
+        compute_us = flops / (self.gemm_tflops * 1e6)
+        return (memory_us, "memory") if memory_us >= compute_us else (compute_us, "compute")
+
+
+class CallTime(Record):
+    """How long one call took, in microseconds."""
+
+    median_us: float
+    min_us: float
+    p10_us: float
+    p90_us: float
+    repeats: int
+    method: Literal["graph", "events", "wall"]
+    """Replays of a one-call CUDA graph, CUDA events around the bare call, or a host clock."""
+    note: str = ""
+    """Why the method is not the best one for the device, or ""."""
+    launches: int | None = None
+    """Kernels and copies of one call, counted in its graph; None when unknown."""
+
+    @classmethod
+    def of(
+        cls,
+        samples_us: Sequence[float],
+        method: Literal["graph", "events", "wall"],
+        note: str = "",
+        launches: int | None = None,
+    ) -> CallTime:
+        """Summarise samples, in any order."""
+        ordered = sorted(samples_us)
+        return cls(
+            median_us=percentile(ordered, 50),
+            min_us=ordered[0],
+            p10_us=percentile(ordered, 10),
+            p90_us=percentile(ordered, 90),
+            repeats=len(ordered),
+            method=method,
+            note=note,
+            launches=launches,
+        )
+
+
+class LaunchTime(Record):
+    """One kernel or copy of a call."""
+
+    name: str
+    us: float
+
+
+class KernelTiming(Record):
+    """One op, one backend, one shape of `tetrad bench kernels`."""
+
+    kind: Literal["kernel_timing"] = "kernel_timing"
+    schema_version: Literal[1] = 1
+    tetrad_version: str
+    started_at: str
+    """UTC, ISO 8601, of the run."""
+    command: str
+    device: dict[str, Any]
+    """The device and the versions of what drives it."""
+    clocks: dict[str, float] | None = None
+    """Right after the call was timed: sm_mhz, power_w, temperature_c; None when unknown."""
+    ceilings: Ceilings
+    model: str
+    ranks: str
+    op: str
+    backend: str
+    case: str
+    shape: dict[str, Any]
+    dtype: str
+    tokens: int
+    """Tokens of the step, over all ranks."""
+    tokens_per_expert: float | None = None
+    """Mean over the experts of the rank."""
+    status: Literal["ok", "wrong", "refused", "failed", "skipped"]
+    """Only "ok" has a time."""
+    detail: str = ""
+    """One sentence for every status but "ok"."""
+    error: float | None = None
+    """Relative L2 error of this very cell; None when it was not computed or not finite."""
+    tolerance: float
+    flops: float
+    """Useful floating-point operations."""
+    issued_flops: float | None = None
+    """What the backend issued, padding included; None when it does not tell."""
+    bytes: float
+    """Bytes that must cross the memory bus once."""
+    time: CallTime | None = None
+    breakdown: list[LaunchTime] = Field(default_factory=list)
+    """The call's launches in order, where the GPU's profiler was asked."""
+    tflops: float | None = None
+    """Useful ones, per second."""
+    tb_per_s: float | None = None
+    bound: Bound
+    """Which ceiling binds."""
+    share: float | None = None
+    """The least time that the ceilings allow, over the median."""
+
+
 def wilson(correct: int, total: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson's score interval of a share, 95 % by default; (0, 1) without any sample."""
     if total == 0:

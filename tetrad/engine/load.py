@@ -48,7 +48,13 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     if device.type == "cpu":
         use_sensible_threads()
     say(EngineProgress("kernels", f"choosing backends on {snapshot(device).name}"))
-    ops = resolve_ops(str(device), _forced_backends(config), dtype)
+    ops = resolve_ops(
+        str(device),
+        _forced_backends(config),
+        dtype,
+        arch,
+        lambda sentence: say(EngineProgress("kernels", sentence)),
+    )
     started = time.monotonic()
     say(EngineProgress("weights", str(folder)))
     model = _load_weights(folder, device, dtype, ops, say)

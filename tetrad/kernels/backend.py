@@ -33,6 +33,9 @@ class Backend:
     prepare: Callable[[Any, torch.dtype], Any] = _as_stored
     """Converts the contract's `prepared` argument once at load, given the activations' dtype. The
     result has `nbytes`."""
+    issued_flops: Callable[[Mapping[str, Any]], float | None] | None = None
+    """Floating-point operations of a call with these arguments (prepared), padding included; None
+    where it cannot tell."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

@@ -29,10 +29,20 @@ def canary(op: Op, backend: Backend, dtype: torch.dtype, device: torch.device) -
     """None when the contract's canary cases come out right, else one sentence."""
     tolerance = op.contract.tolerance[str(dtype).removeprefix("torch.")]
     for case in op.contract.cases[:CANARY_CASES]:
-        for result in try_case(op, backend, case, dtype, device):
+        try:
+            results = try_case(op, backend, case, dtype, device)
+        except Exception as error:  # noqa: BLE001  # compiler, driver, kernel: all mean "not here"
+            return f"fails on this device in the case '{case.name}': {told(error)}"
+        for result in results:
             if not result.passes(tolerance):
                 return (
                     f"wrong numbers on this device: relative error {result.relative_l2:.2g} in "
                     f"the case '{case.name}' where {tolerance:.2g} is allowed"
                 )
     return None
+
+
+def told(error: Exception) -> str:
+    """Kind and first line of an error, for use within a sentence."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300].rstrip(": ")

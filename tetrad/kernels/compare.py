@@ -29,10 +29,13 @@ FAILED = Comparison(relative_l2=math.nan, max_abs=math.nan, cosine=math.nan, is_
 
 
 def compare(actual: Tensor, expected: Tensor) -> Comparison:
-    """Compare in float64 on the CPU. Infinities (masked scores) must be at the same places."""
+    """Compare in float64, where `expected` lies. Infinities (masked scores) must be at the same
+    places."""
     if actual.shape != expected.shape:
         return FAILED
-    ours, truth = (t.detach().to("cpu", torch.float64).flatten() for t in (actual, expected))
+    ours, truth = (
+        t.detach().to(expected.device, torch.float64).flatten() for t in (actual, expected)
+    )
     infinite = truth.isinf()
     if not torch.equal(ours[infinite], truth[infinite]):
         return FAILED

@@ -41,6 +41,9 @@ class Case:
 
     name: str
     values: Mapping[str, Any]
+    is_large: bool = False
+    """Its inputs are drawn on the device, in whatever way is quick: weights as random codes and
+    scales. Other cases are drawn on the CPU, so that every device gets the same numbers."""
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -70,6 +73,18 @@ class Contract:
     """Activation dtype → largest relative L2 error against float64. Integers must be equal."""
     prepared: str | None = None
     """Name of the argument that a backend's `prepare` converts once at load."""
+
+    @property
+    def changes_an_argument(self) -> bool:
+        """Is a result an argument that the op writes to?"""
+        names = {argument.name for argument in self.arguments}
+        return any(result.name in names for result in self.results)
+
+    @property
+    def is_smooth(self) -> bool:
+        """Do two right backends differ by rounding only? Not where a near-tie is decided."""
+        only_activations = all(result.dtype == "activation" for result in self.results)
+        return only_activations and not self.changes_an_argument
 
 
 def ragged_pairs(lens: tuple[tuple[int, int], ...]) -> int:

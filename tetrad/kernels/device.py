@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 
@@ -30,5 +31,28 @@ def snapshot(device: str | torch.device) -> DeviceSnapshot:
         compute_capability=(found.major, found.minor),
         memory_bytes=found.total_memory,
         num_cores=found.multi_processor_count,
-        versions=versions | {"cuda": str(torch.version.cuda)},
+        versions=versions
+        | {"cuda": str(torch.version.cuda), "triton": _triton(), "driver": _driver()},
     )
+
+
+def _triton() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    """The driver's release; "unknown" without nvidia-ml-py."""
+    try:
+        import pynvml  # type: ignore[import-untyped]  # ships no types
+    except ImportError:
+        return "unknown"
+    try:
+        pynvml.nvmlInit()
+        found = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return "unknown"
+    return found.decode() if isinstance(found, bytes) else str(found)

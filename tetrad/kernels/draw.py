@@ -1,8 +1,12 @@
-"""Draws inputs for checks: seeded, on the CPU first, so that every device gets the same numbers."""
+"""Draws inputs for checks: seeded, on the CPU first, so that every device gets the same numbers.
+
+Large cases are drawn on the device: a real model's experts would take minutes to quantise.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,6 +16,7 @@ from torch import Tensor
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.formats import fp8, nvfp4
 from tetrad.formats.weights import DenseWeight, Weight, stack
+from tetrad.kernels import quick_weights
 from tetrad.kernels.contract import Case
 from tetrad.kernels.ragged import Ragged
 
@@ -26,28 +31,41 @@ class Draw:
     generator: torch.Generator
     dtype: torch.dtype
     device: torch.device
+    is_quick: bool = False
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device) -> Draw:
         """The same case always draws the same numbers."""
         seed = zlib.crc32(case.name.encode())
-        return cls(torch.Generator().manual_seed(seed), dtype, device)
+        place = device if case.is_large else torch.device("cpu")
+        return cls(torch.Generator(place).manual_seed(seed), dtype, device, case.is_large)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, std: float = 1.0) -> Tensor:
         """Gaussian numbers in `dtype` (default: the activations')."""
-        values = torch.randn(*shape, generator=self.generator) * std
+        values = self._on_its_device(torch.randn, *shape) * std
         return values.to(self.device, dtype or self.dtype)
 
     def uniform(self, *shape: int) -> Tensor:
         """fp32 in [0, 1)."""
-        return torch.rand(*shape, generator=self.generator).to(self.device)
+        return self._on_its_device(torch.rand, *shape).to(self.device)
 
     def permutation(self, size: int) -> Tensor:
         """0 .. size - 1 in random order, int64."""
-        return torch.randperm(size, generator=self.generator).to(self.device)
+        return self._on_its_device(torch.randperm, size).to(self.device)
+
+    def choices(self, num_rows: int, size: int, num: int) -> Tensor:
+        """[num_rows, num] int64: in each row `num` different numbers below `size`."""
+        return self.uniform(num_rows, size).argsort(dim=-1)[:, :num].contiguous()
+
+    def dealt(self, counts: Sequence[int]) -> Tensor:
+        """[sum(counts), 1] int64: number i stands in counts[i] rows, in random order."""
+        owners = torch.repeat_interleave(torch.tensor(counts)).to(self.device)
+        return owners[self.permutation(len(owners))].unsqueeze(1)
 
     def weight(self, format_name: str, out: int, width: int) -> Weight:
         """A random matrix stored in a format; gain near 1."""
+        if self.is_quick:
+            return quick_weights.draw(self.generator, self.dtype, format_name, (out, width))
         matrix = torch.randn(out, width, generator=self.generator) * width**-0.5
         stored: Weight
         if format_name == "nvfp4":
@@ -62,7 +80,12 @@ class Draw:
 
     def weights(self, format_name: str, num: int, out: int, width: int) -> Weight:
         """A stack of them, [num, out, width]."""
+        if self.is_quick:
+            return quick_weights.draw(self.generator, self.dtype, format_name, (num, out, width))
         return stack([self.weight(format_name, out, width) for _ in range(num)])
+
+    def _on_its_device(self, draw: Callable[..., Tensor], *shape: int) -> Tensor:
+        return draw(*shape, generator=self.generator, device=self.generator.device)
 
     def ragged(self, lens: Lens) -> Ragged:
         """Sequences whose pages lie scattered in a pool twice as large as needed."""

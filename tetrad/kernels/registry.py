@@ -11,10 +11,14 @@ from types import ModuleType
 from tetrad.kernels.activation import check as activation_check
 from tetrad.kernels.activation import contract as activation
 from tetrad.kernels.activation import reference as activation_torch
+from tetrad.kernels.activation import triton as activation_triton
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.experts import check as experts_check
 from tetrad.kernels.experts import contract as experts
+from tetrad.kernels.experts import gluon as experts_gluon
+from tetrad.kernels.experts import humming as experts_humming
 from tetrad.kernels.experts import reference as experts_torch
+from tetrad.kernels.experts import triton as experts_triton
 from tetrad.kernels.index_score import check as index_score_check
 from tetrad.kernels.index_score import contract as index_score
 from tetrad.kernels.index_score import reference as index_score_torch
@@ -24,27 +28,41 @@ from tetrad.kernels.index_select import reference as index_select_torch
 from tetrad.kernels.layer_norm import check as layer_norm_check
 from tetrad.kernels.layer_norm import contract as layer_norm
 from tetrad.kernels.layer_norm import reference as layer_norm_torch
+from tetrad.kernels.layer_norm import triton as layer_norm_triton
 from tetrad.kernels.linear import check as linear_check
 from tetrad.kernels.linear import contract as linear
 from tetrad.kernels.linear import reference as linear_torch
 from tetrad.kernels.mla import check as mla_check
 from tetrad.kernels.mla import contract as mla
 from tetrad.kernels.mla import reference as mla_torch
+from tetrad.kernels.reduce_experts import check as reduce_experts_check
+from tetrad.kernels.reduce_experts import contract as reduce_experts
+from tetrad.kernels.reduce_experts import reference as reduce_experts_torch
+from tetrad.kernels.reduce_experts import triton as reduce_experts_triton
 from tetrad.kernels.rms_norm import check as rms_norm_check
 from tetrad.kernels.rms_norm import contract as rms_norm
 from tetrad.kernels.rms_norm import reference as rms_norm_torch
+from tetrad.kernels.rms_norm import triton as rms_norm_triton
 from tetrad.kernels.rope import check as rope_check
 from tetrad.kernels.rope import contract as rope
 from tetrad.kernels.rope import reference as rope_torch
+from tetrad.kernels.rope import triton as rope_triton
 from tetrad.kernels.route import check as route_check
 from tetrad.kernels.route import contract as route
 from tetrad.kernels.route import reference as route_torch
+from tetrad.kernels.route import triton as route_triton
 from tetrad.kernels.sample import check as sample_check
 from tetrad.kernels.sample import contract as sample
 from tetrad.kernels.sample import reference as sample_torch
+from tetrad.kernels.sample import triton as sample_triton
+from tetrad.kernels.sort_tokens import check as sort_tokens_check
+from tetrad.kernels.sort_tokens import contract as sort_tokens
+from tetrad.kernels.sort_tokens import reference as sort_tokens_torch
+from tetrad.kernels.sort_tokens import triton as sort_tokens_triton
 from tetrad.kernels.store_latent import check as store_latent_check
 from tetrad.kernels.store_latent import contract as store_latent
 from tetrad.kernels.store_latent import reference as store_latent_torch
+from tetrad.kernels.store_latent import triton as store_latent_triton
 
 
 def _op(contract: ModuleType, check: ModuleType, *backends: ModuleType) -> Op:
@@ -55,17 +73,19 @@ def _op(contract: ModuleType, check: ModuleType, *backends: ModuleType) -> Op:
 OPS: Mapping[str, Op] = {
     op.contract.name: op
     for op in (
-        _op(rms_norm, rms_norm_check, rms_norm_torch),
-        _op(layer_norm, layer_norm_check, layer_norm_torch),
-        _op(rope, rope_check, rope_torch),
+        _op(rms_norm, rms_norm_check, rms_norm_triton, rms_norm_torch),
+        _op(layer_norm, layer_norm_check, layer_norm_triton, layer_norm_torch),
+        _op(rope, rope_check, rope_triton, rope_torch),
         _op(linear, linear_check, linear_torch),
-        _op(activation, activation_check, activation_torch),
-        _op(route, route_check, route_torch),
-        _op(experts, experts_check, experts_torch),
-        _op(store_latent, store_latent_check, store_latent_torch),
+        _op(activation, activation_check, activation_triton, activation_torch),
+        _op(route, route_check, route_triton, route_torch),
+        _op(sort_tokens, sort_tokens_check, sort_tokens_triton, sort_tokens_torch),
+        _op(experts, experts_check, experts_gluon, experts_triton, experts_humming, experts_torch),
+        _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),
+        _op(store_latent, store_latent_check, store_latent_triton, store_latent_torch),
         _op(index_score, index_score_check, index_score_torch),
         _op(index_select, index_select_check, index_select_torch),
         _op(mla, mla_check, mla_torch),
-        _op(sample, sample_check, sample_torch),
+        _op(sample, sample_check, sample_triton, sample_torch),
     )
 }

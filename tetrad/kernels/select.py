@@ -1,7 +1,8 @@
 """Chooses a backend for every op: ask each in order of preference, keep the refusals.
 
 A backend is used when its `why_not` has nothing to say and its canary gives the right numbers on
-this device. A forced backend that cannot be used is an error that says what would work.
+this device. Where several pass on a GPU, their time at the model's shapes decides. A forced backend
+that cannot be used is an error that says what would work.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 
+from tetrad.core.arch import ModelArch
 from tetrad.core.errors import UnsupportedError, nearest
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
+from tetrad.kernels.choice import Contest, Outcome, Regime, Times, by_rows
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
 
@@ -31,7 +34,12 @@ class OpChoice:
     backend: str
     reason: str
     refusals: dict[str, str] = field(default_factory=dict)
-    """Backend → the sentence that ruled it out. Backends after the chosen one are not asked."""
+    """Backend → the sentence that ruled it out. Without timing, backends after the chosen one are
+    not asked."""
+    times_us: Times = field(default_factory=dict)
+    """Backend → tokens of a step → microseconds, where time decided."""
+    regimes: tuple[Regime, ...] = ()
+    """Which backend runs steps of which size, where that differs; `backend` then names them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,9 @@ class OpSet:
     linear: Backend
     activation: Backend
     route: Backend
+    sort_tokens: Backend
     experts: Backend
+    reduce_experts: Backend
     store_latent: Backend
     index_score: Backend
     index_select: Backend
@@ -62,12 +72,18 @@ OP_NAMES = tuple(f.name for f in fields(OpSet) if f.name != "choices")
 
 
 def resolve_ops(
-    device: str, forced: Mapping[str, str] | None = None, dtype: torch.dtype = torch.float32
+    device: str,
+    forced: Mapping[str, str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    arch: ModelArch | None = None,
+    tell: Callable[[str], None] = lambda _sentence: None,
 ) -> OpSet:
     """Choose for "cpu" or "cuda" and activations of `dtype`.
 
-    `forced` maps an op to the backend it must have; "auto" leaves the choice open. Raises
-    UnsupportedError when a forced op or backend does not exist or cannot run here.
+    `forced` maps an op to the backend it must have; "auto" leaves the choice open: on a GPU to the
+    fastest at the shapes of `arch` where that is given, else to the first that can run. `tell`
+    hears what is being timed. Raises UnsupportedError when a forced op or backend does not exist
+    or cannot run here.
     """
     forced = forced or {}
     for name in forced:
@@ -79,15 +95,31 @@ def resolve_ops(
     def refusal(op: Op, backend: Backend) -> str | None:
         return backend.why_not(here) or canary(op, backend, dtype, place)
 
-    choices = tuple(choose(OPS[name], forced.get(name, "auto"), here, refusal) for name in OP_NAMES)
-    chosen = {choice.op: OPS[choice.op].backends[choice.backend] for choice in choices}
-    return OpSet(**chosen, choices=choices)
+    contest = None
+    if arch is not None and here.kind == "cuda":
+        contest = Contest(arch, dtype, place, here, tell)
+    choices = tuple(
+        choose(OPS[name], forced.get(name, "auto"), here, refusal, contest) for name in OP_NAMES
+    )
+    if contest is not None:
+        contest.close()
+    return OpSet(**{choice.op: _chosen(choice) for choice in choices}, choices=choices)
+
+
+def _chosen(choice: OpChoice) -> Backend:
+    backends = OPS[choice.op].backends
+    return by_rows(choice.regimes, backends) if choice.regimes else backends[choice.backend]
 
 
 def choose(
-    op: Op, wanted: str, here: DeviceSnapshot, refusal: Callable[[Op, Backend], str | None]
+    op: Op,
+    wanted: str,
+    here: DeviceSnapshot,
+    refusal: Callable[[Op, Backend], str | None],
+    contest: Contest | None = None,
 ) -> OpChoice:
-    """The backend named `wanted`, or for "auto" the first that `refusal` lets pass."""
+    """The backend named `wanted`; for "auto" the first that `refusal` lets pass, or of all these
+    the one that wins `contest`."""
     name = op.contract.name
     if wanted != "auto" and wanted not in op.backends:
         raise UnsupportedError(
@@ -95,14 +127,31 @@ def choose(
             f"Tetrad choose.{nearest(wanted, op.backends)}"
         )
     refusals: dict[str, str] = {}
+    survivors: list[Backend] = []
     for backend in op.backends.values() if wanted == "auto" else (op.backends[wanted],):
-        if (sentence := refusal(op, backend)) is None:
-            return OpChoice(name, backend.name, _reason(op, wanted, refusals), refusals)
-        refusals[backend.name] = sentence
+        if (sentence := refusal(op, backend)) is not None:
+            refusals[backend.name] = sentence
+            continue
+        survivors.append(backend)
+        if contest is None:
+            break
+    if contest is not None and len(survivors) > 1:
+        outcome = contest.decide(op, survivors)
+        refusals |= outcome.refusals
+        if outcome.regimes:
+            return _timed(name, outcome, refusals)
+    elif survivors:
+        return OpChoice(name, survivors[0].name, _reason(op, wanted, refusals), refusals)
     told = "; ".join(f"{backend}: {sentence}" for backend, sentence in refusals.items())
     others = [other for other in op.backends if other not in refusals]
     cure = f" Available instead: {_listed(others)} or 'auto'." if others else ""
     raise UnsupportedError(f"No backend of {name} can run on {here.name}: {told}.{cure}")
+
+
+def _timed(name: str, outcome: Outcome, refusals: dict[str, str]) -> OpChoice:
+    regimes = outcome.regimes if len(outcome.regimes) > 1 else ()
+    backend = "+".join(dict.fromkeys(regime.backend for regime in outcome.regimes))
+    return OpChoice(name, backend, outcome.reason, refusals, outcome.times_us, regimes)
 
 
 def _reason(op: Op, wanted: str, refusals: dict[str, str]) -> str:

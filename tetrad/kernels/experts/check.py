@@ -14,10 +14,14 @@ from tetrad.kernels.experts.weights import ExpertWeights
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Tokens choose among the first `used` experts; the others stay empty."""
+    """Tokens choose among the first `used` experts; the others stay empty. Where a case has
+    `rows_per_expert`, that many rows of one slot each go to each expert."""
     draw = Draw.of(case, dtype, device)
     tokens, experts, hidden, width = case["T"], case["E"], case["D"], case["F"]
-    choices = [draw.permutation(case["used"])[: case["K"]] for _ in range(tokens)]
+    if "rows_per_expert" in case.values:
+        ids = draw.dealt(case["rows_per_expert"])
+    else:
+        ids = draw.choices(tokens, case["used"], case["K"])
     return {
         "x": draw.normal(tokens, hidden),
         "weight": ExpertWeights(
@@ -25,7 +29,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
             up=draw.weights(case["format"], experts, width, hidden),
             down=draw.weights(case["down_format"], experts, hidden, width),
         ),
-        "ids": torch.stack(choices),
+        "ids": ids,
         "slot_weights": draw.uniform(tokens, case["K"]) + 0.1,
         "shared": draw.normal(tokens, hidden) if case["shared"] else None,
     }

@@ -6,7 +6,10 @@ from tetrad.kernels.contract import BITS_PER_WEIGHT, Argument, Case, Contract, c
 
 
 def touched_experts(case: Case) -> float:
-    """Experts that get a token: all of `used`, less those that random routing misses."""
+    """Experts that get a token: all of `used`, less those that random routing misses; or those that
+    `rows_per_expert` names, where a case has it."""
+    if "rows_per_expert" in case.values:
+        return float(sum(count > 0 for count in case["rows_per_expert"]))
     tokens, used, chosen = case["T"], case["used"], case["K"]
     return float(used * (1.0 - (1.0 - chosen / used) ** tokens))
 
@@ -41,6 +44,8 @@ CONTRACT = Contract(
     ),
     results=(Argument("y", "[T, D]", "activation", "summed in fp32 in slot order, rounded once"),),
     cases=(
+        _case("whole tiles", 5, used=6, D=256, F=128),
+        _case("no shared expert", 19, used=1, K=1, D=256, F=128, shared=False),
         _case("nvfp4 with empty experts", 5, used=6),
         _case("one token", 1, used=8),
         _case("one expert has every token", 7, used=1, K=1),

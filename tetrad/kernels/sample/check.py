@@ -58,11 +58,11 @@ def _choose(
         share += weight[token]
     kept = [token for token in nucleus if weight[token] >= min_p * weight[ranked[0]]]
     left = uniform * sum(weight[token] for token in kept)
-    for token in kept:
+    for token in sorted(kept):
         left -= weight[token]
         if left < 0:
             return token
-    return kept[-1]
+    return max(kept)
 
 
 CHECK = Check(inputs, expected)

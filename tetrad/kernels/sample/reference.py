@@ -1,4 +1,5 @@
-"""Sampling in plain torch: sort once, filter by rank and by running sum, invert the running sum.
+"""Sampling in plain torch: sort once, filter by rank and by running sum, put back in order of ids,
+invert the running sum.
 
 A row's token depends on that row alone, so it does not matter what else is in the batch.
 """
@@ -29,13 +30,14 @@ def run(
     assert uniform is not None
     is_greedy = temperature == 0
     ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
-    scaled = ranked / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
-    kept = _filter(scaled.double().softmax(dim=-1), top_k, top_p.double(), min_p.double())
-    reached = kept.cumsum(dim=-1)
+    scaled = ranked.double() / torch.where(is_greedy, 1.0, temperature).double().unsqueeze(1)
+    kept = _filter(scaled.softmax(dim=-1), top_k, top_p.double(), min_p.double())
+    by_id = torch.empty_like(kept).scatter_(1, ids, kept)
+    reached = by_id.cumsum(dim=-1)
     target = uniform.double().unsqueeze(1) * reached[:, -1:]
-    rank = torch.searchsorted(reached, target, right=True)
-    rank = rank.minimum((kept > 0).sum(-1, keepdim=True) - 1)
-    return torch.where(is_greedy, greedy, ids.gather(1, rank).squeeze(1))
+    found = torch.searchsorted(reached, target, right=True).squeeze(1)
+    last = ids.where(kept > 0, 0).amax(dim=-1)
+    return torch.where(is_greedy, greedy, found.minimum(last))
 
 
 def _filter(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -1,0 +1,133 @@
+"""`tetrad bench kernels` on a CPU: table, records, exit codes, mistakes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tetrad.cli.bench_kernels import parts
+from tetrad.core.records import KernelTiming, LaunchTime
+from tetrad.kernels.registry import OPS
+
+QUICK = ("bench", "kernels", "--device", "cpu", "--tokens", "1,8", "--budget-s", "5")
+
+
+def test_a_table_and_the_ceilings(tetrad):
+    code, out, _ = tetrad(*QUICK, "--ops", "rms_norm,route", "--backends", "torch")
+    assert code == 0
+    for word in ("rms_norm", "route", "TFLOP/s", "TB/s", "of ceiling", "abacus", "4 of 32"):
+        assert word in out
+    assert "Ceilings of" in out
+    assert "large product" in out
+
+
+def test_records_are_lines_of_json(tetrad, tmp_path: Path):
+    path = tmp_path / "kernels.jsonl"
+    arguments = ("--ops", "route,experts", "--tokens-per-expert", "2", "--output-file", str(path))
+    assert tetrad(*QUICK, *arguments)[0] == 0
+    assert tetrad(*QUICK, *arguments)[0] == 0
+    lines = path.read_text().splitlines()
+    records = [KernelTiming.model_validate(json.loads(line)) for line in lines]
+    assert len(records) % 2 == 0
+    timed = [r for r in records if r.status == "ok"]
+    assert {(r.op, r.tokens) for r in timed} == {("route", 1), ("route", 8), ("experts", 16)}
+    (experts,) = {r.tokens_per_expert for r in timed if r.op == "experts"}
+    assert experts == 2
+    assert "bench kernels" in records[0].command
+
+
+def test_a_wrong_backend_is_shown_and_fails_the_run(tetrad, monkeypatch):
+    right = OPS["rms_norm"].backends["torch"]
+    wrong = replace(
+        right, name="hasty", run=lambda x, weight, eps: right.run(x, weight, eps) * 1.01
+    )
+    broken = replace(OPS["rms_norm"], backends={"hasty": wrong, "torch": right})
+    monkeypatch.setitem(OPS, "rms_norm", broken)
+    code, out, err = tetrad(*QUICK, "--ops", "rms_norm")
+    assert code == 6
+    assert "WRONG" in out
+    assert "rms_norm by hasty: wrong: relative error 0.01" in out
+    assert "first rms_norm by hasty at 1 tokens" in err
+    hasty = [line for line in out.splitlines() if "hasty" in line and "WRONG" in line]
+    assert all("% " not in line for line in hasty)
+
+
+def test_the_shapes_of_a_config_file_and_of_a_preset(tetrad, tmp_path: Path):
+    from tests.factories import TINY_GLM
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY_GLM))
+    for model in (path, tmp_path):
+        code, out, _ = tetrad(*QUICK, "--ops", "route", "--model", str(model))
+        assert code == 0
+        assert "2 of 8" in out
+    code, out, _ = tetrad(*QUICK, "--ops", "route", "--model", "glm-5", "--ranks", "ep=8,tp=8")
+    assert "8 of 256" in out
+    assert "tp=8,ep=8" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ops", "expert"], "--ops expert: there is no such one"),
+        (["--ops", "rms_nrm"], "Did you mean 'rms_norm'?"),
+        (["--backends", "tritn"], "Did you mean 'triton'?"),
+        (["--backends", "gluon", "--ops", "mla"], "none of the ops asked for has such a one; mla"),
+        (["--model", "glm5"], "Did you mean 'glm-5'?"),
+        (["--tokens", "1,x"], "--tokens 1,x: whole numbers from 1 on with commas"),
+        (["--tokens", "0"], "whole numbers from 1 on"),
+        (["--ranks", "pp=2"], "there is no 'pp', only tp and ep"),
+        (["--ranks", "ep=5"], "32 experts cannot be dealt to 5 ranks"),
+        (["--output-file", "no/such/f"], "there is no such folder"),
+        (["--budget-s", "0"], "--budget-s 0.0: input should be greater than 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tetrad, arguments: list[str], sentence: str):
+    code, out, err = tetrad("bench", "kernels", "--device", "cpu", *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there"
+)
+def test_a_plot_without_matplotlib_is_a_sentence_before_any_work(tetrad, tmp_path: Path):
+    code, out, err = tetrad(*QUICK, "--plot", str(tmp_path / "roof.png"))
+    assert (code, out) == (2, "")
+    assert 'pip install "tetrad[plot]"' in err
+
+
+def test_a_plot(tetrad, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "roof.png"
+    assert tetrad(*QUICK, "--ops", "rms_norm,linear", "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_a_call_fit_a_line():
+    row = KernelTiming.model_construct(
+        op="experts", backend="triton", case="32 experts", tokens=8,
+        breakdown=[LaunchTime(name="x" * 90, us=1.25), LaunchTime(name="sum", us=3.0)],
+    )  # fmt: skip
+    assert parts(row) == f"experts by triton, 32 experts, 8 tokens, µs: {'x' * 40} 1.2, sum 3.0"
+
+
+def test_two_runs_of_the_same_seed_use_the_same_shapes(tetrad, tmp_path: Path):
+    path = tmp_path / "k.jsonl"
+    for _ in range(2):
+        tetrad(*QUICK, "--ops", "experts", "--routing", "skewed", "--output-file", str(path))
+    first, second = (
+        [json.loads(line)["shape"] for line in half]
+        for half in _halves(path.read_text().splitlines())
+    )
+    assert first == second
+    assert sum(first[-1]["rows_per_expert"]) == first[-1]["T"]
+
+
+def _halves(lines: list[str]) -> tuple[list[str], list[str]]:
+    return lines[: len(lines) // 2], lines[len(lines) // 2 :]

@@ -1,0 +1,64 @@
+"""What the tests of the small Triton kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tetrad.kernels.contract import Case, case
+
+GLUE_OPS = (
+    "rms_norm",
+    "layer_norm",
+    "rope",
+    "activation",
+    "route",
+    "sort_tokens",
+    "reduce_experts",
+    "store_latent",
+    "sample",
+)
+
+
+def sampling_inputs(seed: int, rows: int, vocabulary: int) -> tuple[Tensor, ...]:
+    """Arguments of `sample`: each row has another mixture of rules, some are greedy."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform() -> Tensor:
+        return torch.rand(rows, generator=generator)
+
+    def sometimes(value: Tensor, other: float) -> Tensor:
+        return torch.where(uniform() > 0.5, value, other)
+
+    logits = torch.randn(rows, vocabulary, generator=generator) * (0.1, 1.0, 3.0, 10.0)[seed % 4]
+    if seed % 3 == 0:
+        logits = (logits * 2).round() / 2
+    if seed % 5 == 0:
+        logits[:, ::3] = -torch.inf
+    top_k = torch.randint(1, vocabulary + 5, (rows,), generator=generator)
+    return (
+        logits,
+        uniform().mul(2) * (uniform() > 0.1),
+        torch.where(uniform() > 0.5, top_k, 0),
+        sometimes(uniform().clamp(min=1e-4), 1.0),
+        sometimes(uniform() * 0.3, 0.0),
+        uniform(),
+    )
+
+
+def glm_case(name: str, num_tokens: int) -> Case:
+    """GLM-5's sizes: hidden 6144, 256 experts of which 8 are chosen, 154880 tokens."""
+    values: dict[str, dict[str, Any]] = {
+        "rms_norm": {"W": 6144, "eps": 1e-5},
+        "layer_norm": {"W": 128},
+        "rope": {"H": 64, "R": 64, "interleaved": True},
+        "activation": {"F": 12288},
+        "route": {"E": 256, "K": 8, "groups": 1, "chosen": 1, "normalise": True},
+        "sort_tokens": {"E": 256, "K": 8, "block": 16, "used": 256, "dropped": 0.1},
+        "reduce_experts": {"K": 8, "D": 6144, "shared": True, "dropped": 0.1},
+        "store_latent": {"P": 80, "A": 512, "B": 64},
+        "sample": {"R": num_tokens, "V": 154880, "rules": False},
+    }
+    return case(f"{name} of {num_tokens}", T=num_tokens, **values[name])

@@ -1,0 +1,194 @@
+"""The small Triton kernels on a GPU: real sizes, repeats, graphs, dirty memory, no waiting."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.glue import GLUE_OPS, glm_case, sampling_inputs
+from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.compare import compare
+from tetrad.kernels.contract import Case
+from tetrad.kernels.registry import OPS
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+NUM_TOKENS = (1, 33, 2048)
+NUM_SAMPLED = (1, 33, 128)
+
+
+def inputs_of(op: Op, case: Case) -> dict[str, Any]:
+    return op.check.inputs(case, torch.bfloat16, GPU)
+
+
+def outputs_of(op: Op, backend: Backend, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    return tuple(out.clone() for out in op.check.outputs(backend.run(**inputs)))
+
+
+def same_bits(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def dirty_memory() -> None:
+    """Leave NaN (as integers: -1) in what the allocator hands out next."""
+    dirt = [
+        torch.full((1 << power,), 0xFF, dtype=torch.uint8, device=GPU) for power in range(9, 27)
+    ]
+    del dirt
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Fail where the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is told to be a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("name", [name for name in GLUE_OPS if name not in ("route", "sample")])
+def test_real_sizes_give_what_the_reference_gives(name: str, num_tokens: int):
+    op = OPS[name]
+    inputs = inputs_of(op, glm_case(name, num_tokens))
+    expected = outputs_of(op, op.backends["torch"], inputs)
+    dirty_memory()
+    found = outputs_of(op, op.backends["triton"], inputs)
+    for ours, reference in zip(found, expected, strict=True):
+        assert compare(ours, reference).passes(op.contract.tolerance["bfloat16"])
+
+
+@pytest.mark.parametrize("num_groups", [1, 8])
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_real_sizes_of_routing(num_tokens: int, num_groups: int):
+    """Experts that tie to the last bit may swap, which changes a token's sum; nothing else may."""
+    op = OPS["route"]
+    inputs = inputs_of(op, glm_case("route", num_tokens))
+    inputs |= {"num_groups": num_groups, "groups_per_token": max(1, num_groups // 2)}
+    weights, ids = op.backends["triton"].run(**inputs)
+    expected, expected_ids = op.backends["torch"].run(**inputs)
+    choice = inputs["logits"].sigmoid() + inputs["bias"]
+    differs = ids != expected_ids
+    assert int(differs.sum()) <= num_tokens // 100
+    gap = choice.gather(1, ids) - choice.gather(1, expected_ids)
+    assert float(gap.abs().max()) < 1e-6
+    is_same = ~differs.any(dim=1)
+    assert compare(weights[is_same], expected[is_same]).passes(1e-6)
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+
+
+@pytest.mark.parametrize("seed", range(1, 8))
+@pytest.mark.parametrize("rows", NUM_SAMPLED)
+def test_real_sizes_of_sampling(rows: int, seed: int):
+    """Sums of 154880 numbers in another order move a token's border by less than 1e-5."""
+    arguments = [argument.to(GPU) for argument in sampling_inputs(seed, rows, 154880)]
+    sample = OPS["sample"].backends
+    found, expected = sample["triton"](*arguments), sample["torch"](*arguments)
+    others = (found != expected).nonzero().flatten().tolist()
+    for row in others:
+        nudged = [argument[row : row + 1] for argument in arguments]
+        *rules, uniform = nudged
+        near = {int(sample["torch"](*rules, uniform + shift)) for shift in (-1e-5, 0.0, 1e-5)}
+        low, high = min(near), max(near)
+        assert low <= int(found[row]) <= high, (row, int(found[row]), near)
+    assert len(others) <= 1 + rows // 20
+
+
+@pytest.mark.parametrize("rows", NUM_SAMPLED)
+def test_real_sizes_of_greedy_choice(rows: int):
+    """Many tie; the lowest id counts."""
+    logits = torch.randn(rows, 154880, device=GPU).mul(2).round()
+    is_best = logits == logits.max(dim=1, keepdim=True).values
+    token = torch.arange(154880, device=GPU)
+    expected = torch.where(is_best, token, 154880).min(dim=1).values
+    assert torch.equal(OPS["sample"].backends["triton"](logits, None), expected)
+
+
+@pytest.mark.parametrize("name", GLUE_OPS)
+def test_a_hundred_runs_give_the_same_bits(name: str):
+    op = OPS[name]
+    inputs = inputs_of(op, glm_case(name, 129))
+    if name == "sample":
+        values = [argument.to(GPU) for argument in sampling_inputs(1, 64, 154880)]
+        inputs = dict(zip(inputs, values, strict=True))
+    first = outputs_of(op, op.backends["triton"], inputs)
+    for _ in range(100):
+        dirty_memory()
+        assert same_bits(outputs_of(op, op.backends["triton"], inputs), first)
+
+
+def test_a_sampled_row_does_not_depend_on_its_batch():
+    arguments = [argument.to(GPU) for argument in sampling_inputs(2, 40, 154880)]
+    sample = OPS["sample"].backends["triton"]
+    together = sample(*arguments)
+    alone = [sample(*(argument[row : row + 1] for argument in arguments)) for row in range(40)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("name", GLUE_OPS)
+def test_a_graph_replays_with_other_inputs(name: str, num_tokens: int):
+    op = OPS[name]
+    backend = op.backends["triton"]
+    first = inputs_of(op, glm_case(name, num_tokens))
+    second = inputs_of(op, renamed(glm_case(name, num_tokens)))
+    static = {key: _copy(value) for key, value in first.items()}
+    expected = [outputs_of(op, backend, {k: _copy(v) for k, v in given.items()})
+                for given in (first, second)]  # fmt: skip
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.check.outputs(backend.run(**static))
+    for given, wanted in zip((first, second), expected, strict=True):
+        for key, value in given.items():
+            if isinstance(value, Tensor):
+                static[key].copy_(value)
+        graph.replay()
+        assert same_bits(tuple(captured), wanted)
+
+
+def renamed(case: Case) -> Case:
+    """The same shape with other numbers."""
+    return Case(f"{case.name} again", case.values)
+
+
+def _copy(value: Any) -> Any:
+    """A copy with the same strides."""
+    if not isinstance(value, Tensor):
+        return value
+    size = sum(
+        (length - 1) * step for length, step in zip(value.shape, value.stride(), strict=True)
+    )
+    room = value.new_empty(size + 1).as_strided(value.shape, value.stride())
+    return room.copy_(value)
+
+
+@pytest.mark.parametrize("name", GLUE_OPS)
+def test_the_host_never_waits(name: str):
+    op = OPS[name]
+    inputs = inputs_of(op, glm_case(name, 33))
+    op.backends["triton"].run(**inputs)
+    with no_waiting():
+        op.backends["triton"].run(**inputs)
+
+
+def test_a_pool_past_two_to_the_31_elements():
+    """Offsets would wrap with 32 bits."""
+    width = 576
+    num_pages = (1 << 31) // (64 * width) + 2
+    pool = torch.zeros(num_pages, 64, width, dtype=torch.bfloat16, device=GPU)
+    slots = torch.tensor([num_pages * 64 - 1, 3], device=GPU)
+    left = torch.randn(2, 512, device=GPU).bfloat16()
+    right = torch.randn(2, 64, device=GPU).bfloat16()
+    OPS["store_latent"].backends["triton"](pool, slots, left, right)
+    assert torch.equal(pool.view(-1, width)[slots], torch.cat([left, right], dim=1))
+    assert int(pool.count_nonzero(dim=(1, 2)).count_nonzero()) == 2

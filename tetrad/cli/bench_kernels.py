@@ -1,0 +1,248 @@
+"""`tetrad bench kernels`: the kernel timer with a table, the records, a plot."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tetrad.bench.kernels_options import BenchKernelsConfig
+from tetrad.cli.flags import verb
+from tetrad.cli.narrator import Narrator
+from tetrad.core.errors import BenchFailure, ConfigError, UnsupportedError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.table import Table
+
+    from tetrad.bench.kernels import KernelBench
+    from tetrad.core.arch import ModelArch
+    from tetrad.core.records import KernelTiming
+
+PLAIN_WIDTH = 160
+"""Columns of the table where there is no terminal to ask."""
+NAME_WIDTH = 40
+"""Of a kernel's name; C++ ones would fill the screen."""
+
+
+def _bench_kernels(config: BenchKernelsConfig) -> int:
+    """Time, print, append. A wrong or failed cell is a BenchFailure."""
+    from tetrad.bench.kernels import run, worst
+    from tetrad.bench.kernels_plot import draw_roofline, require_matplotlib
+
+    for flag, path in (("--output-file", config.output_file), ("--plot", config.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no such folder.")
+    if config.plot is not None:
+        require_matplotlib()
+    plan = _plan(config)
+    narrator = Narrator()
+    rows = []
+    for row in run(plan, narrator.passing):
+        rows.append(row)
+        if config.output_file is not None:
+            append(row, config.output_file)
+    narrator.passing("")
+    _print(rows)
+    if config.plot is not None:
+        draw_roofline(rows, config.plot)
+        print(f"roofline drawn to {config.plot}", file=sys.stderr)
+    if config.output_file is not None:
+        print(f"{len(rows)} records appended to {config.output_file}", file=sys.stderr)
+    if sentence := worst(rows):
+        raise BenchFailure(sentence)
+    return 0
+
+
+def _plan(config: BenchKernelsConfig) -> KernelBench:
+    import torch
+
+    from tetrad.bench.kernels import KernelBench
+    from tetrad.kernels.registry import OPS
+    from tetrad.kernels.shapes import Load, Ranks
+
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise UnsupportedError(
+            "--device cuda: torch finds no CUDA device here; --device cpu works."
+        )
+    device = torch.device("cpu" if config.device == "cpu" or not has_cuda else "cuda")
+    backends = dict.fromkeys(name for op in OPS.values() for name in op.backends)
+    _known("--ops", config.op_names, OPS)
+    _known("--backends", config.backend_names, backends)
+    ops = config.op_names or tuple(OPS)
+    if config.backend_names and not any(
+        set(config.backend_names) & set(OPS[op].backends) for op in ops
+    ):
+        raise ConfigError(
+            f"--backends {config.backends}: none of the ops asked for has such a one; {ops[0]} has "
+            f"{', '.join(OPS[ops[0]].backends)}."
+        )
+    name, arch = _model(config.model, device.type)
+    ranks = Ranks(**config.rank_counts)
+    ranks.check(arch)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    loads = [
+        Load(tokens, config.routing or "random", config.context) for tokens in config.token_counts
+    ]
+    expert_loads = [
+        Load(0, config.routing or "uniform", config.context, tokens_per_expert=each)
+        for each in config.tokens_per_expert_counts
+    ]
+    return KernelBench(
+        ops=ops,
+        backends=config.backend_names,
+        arch=arch,
+        model=name,
+        ranks=ranks,
+        loads=tuple(loads),
+        expert_loads=tuple(expert_loads or loads),
+        dtype=getattr(torch, dtype),
+        device=device,
+        budget_s=config.budget_s,
+        command=shlex.join(["tetrad", *sys.argv[1:]]),
+        breakdown=config.breakdown,
+    )
+
+
+def _known(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{flag} {name}: there is no such one; there are {', '.join(known)}."
+                f"{nearest(name, known)}"
+            )
+
+
+def _model(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
+    """What to call the model, and its shapes."""
+    from tetrad.core.arch import ModelArch
+    from tetrad.core.jsonfile import read_json_object
+    from tetrad.core.presets import PRESETS, preset
+    from tetrad.data import embedded_model
+
+    if name is None:
+        if device_kind == "cpu":
+            return "abacus", ModelArch.from_folder(embedded_model())
+        name = PRESETS[0]
+    if name in PRESETS:
+        return name, preset(name)
+    path = Path(name)
+    if path.is_file():
+        return str(path), ModelArch.from_config(read_json_object(path))
+    if path.is_dir():
+        return str(path), ModelArch.from_folder(path)
+    raise ConfigError(
+        f"--model {name}: there is no such file or folder, and no preset of that name; presets are "
+        f"{', '.join(PRESETS)}.{nearest(name, PRESETS)}"
+    )
+
+
+def append(row: KernelTiming, path: Path) -> None:
+    """One line of JSON."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row.model_dump(mode="json")) + "\n")
+
+
+def _print(rows: list[KernelTiming]) -> None:
+    from rich.console import Console
+
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console.print(_table(rows))
+    ceilings, device = rows[0].ceilings, rows[0].device
+    print(
+        f"Ceilings of {device['name']} in this run: copy {ceilings.copy_tb_per_s:.3g} TB/s, "
+        f"read {ceilings.read_tb_per_s:.3g} TB/s, large product {ceilings.gemm_tflops:.3g} TFLOP/s;"
+        f" a call that does nothing takes {ceilings.launch_us:.3g} µs."
+    )
+    for row in rows:
+        if row.breakdown:
+            print(parts(row))
+    for sentence in remarks(rows):
+        print(sentence)
+
+
+def parts(row: KernelTiming) -> str:
+    """The launches of a call in one line."""
+    listed = ", ".join(f"{each.name[:NAME_WIDTH]} {each.us:.1f}" for each in row.breakdown)
+    return f"{row.op} by {row.backend}, {row.case}, {row.tokens} tokens, µs: {listed}"
+
+
+def remarks(rows: list[KernelTiming]) -> list[str]:
+    """What a reader must know besides the table: one sentence for each reason, with its rows."""
+    by_reason: dict[str, dict[str, None]] = {}
+    for row in rows:
+        note = row.detail or (row.time.note if row.time else "")
+        if note:
+            reason = f"{'no CUDA graph' if row.status == 'ok' else row.status}: {note}"
+            by_reason.setdefault(reason, {})[f"{row.op} by {row.backend}"] = None
+    return [f"{', '.join(names)}: {reason}." for reason, names in by_reason.items()]
+
+
+def _table(rows: list[KernelTiming]) -> Table:
+    from rich.table import Table
+
+    first = rows[0]
+    rows = [row for row in rows if row.status != "refused"]
+    title = f"{first.model}, {first.ranks}, {first.dtype}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("op", "shape"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("tokens", "per expert"):
+        table.add_column(heading, justify="right")
+    table.add_column("backend")
+    for heading in (
+        "µs",
+        "p10 to p90",
+        "launches",
+        "TFLOP/s",
+        "issued",
+        "TB/s",
+        "of ceiling",
+        "error",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for place, row in enumerate(rows):
+        is_last = place + 1 == len(rows) or rows[place + 1].op != row.op
+        per_expert = "" if row.tokens_per_expert is None else f"{row.tokens_per_expert:.3g}"
+        table.add_row(
+            row.op, row.case, str(row.tokens), per_expert, row.backend, *figures(row),
+            end_section=is_last,
+        )  # fmt: skip
+    return table
+
+
+def figures(row: KernelTiming) -> tuple[str, ...]:
+    """The right half of a table row. A cell without a time says why where the time would stand."""
+    error = "" if row.error is None else f"{row.error:.1e}"
+    if row.time is None:
+        word = row.status.upper() if row.status in ("wrong", "failed") else row.status
+        return word, "", "", "", "", "", "", error
+    assert row.share is not None
+    issued = row.issued_flops
+    return (
+        f"{row.time.median_us:.1f}",
+        f"{row.time.p10_us:.1f} to {row.time.p90_us:.1f}",
+        "" if row.time.launches is None else str(row.time.launches),
+        _rate(row.tflops),
+        "" if issued is None else _rate(issued / row.time.median_us / 1e6),
+        _rate(row.tb_per_s),
+        f"{100 * row.share:.0f} % {row.bound}",
+        error,
+    )
+
+
+def _rate(value: float | None) -> str:
+    """Three digits, and no powers of ten."""
+    if value is None or value == 0:
+        return "-"
+    return f"{value:#.3g}" if value >= 1e-3 else "<0.001"
+
+
+bench_kernels = verb(BenchKernelsConfig, _bench_kernels)

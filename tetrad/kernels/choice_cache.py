@@ -1,0 +1,104 @@
+"""Remembers what backends took, so that a server times them once and not at every start.
+
+One JSON file in the user's cache folder. What it holds is looked up by everything a time depends
+on: GPU, driver, package versions, the kernels' own source, op, shapes and dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+
+FILE_NAME = "kernel_choices.json"
+
+Tell = Callable[[str], None]
+
+
+class Remembered(BaseModel):
+    """Times of one op's backends."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    about: dict[str, Any]
+    """What the key was made of, for a reader."""
+    times_us: dict[str, dict[int, PositiveFloat]]
+    """Backend → tokens of the step → microseconds."""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int = 1
+    entries: dict[str, Remembered] = {}
+
+
+def cache_folder() -> Path:
+    """$TETRAD_CACHE_DIR, else `tetrad` in $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("TETRAD_CACHE_DIR"):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "tetrad"
+
+
+def key_of(about: Mapping[str, Any]) -> str:
+    """The same for equal facts, whatever their order."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def source_digest(folder: Path) -> str:
+    """Changes with any Python file below `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class ChoiceCache:
+    """The file. Reading and writing never fail: `tell` hears what went wrong, and life goes on."""
+
+    def __init__(self, path: Path, tell: Tell) -> None:
+        self.path = path
+        self._tell = tell
+        self._entries: dict[str, Remembered] | None = None
+
+    def get(self, about: Mapping[str, Any]) -> dict[str, dict[int, float]] | None:
+        """Backend → tokens → microseconds, or None when nobody measured this yet."""
+        if self._entries is None:
+            self._entries = self._read()
+        found = self._entries.get(key_of(about))
+        return None if found is None else found.times_us
+
+    def put(self, about: Mapping[str, Any], times_us: dict[str, dict[int, float]]) -> None:
+        """Add one op's times to what the file holds by now."""
+        entries = self._read() | {key_of(about): Remembered(about=dict(about), times_us=times_us)}
+        self._entries = entries
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self.path, _File(entries=entries).model_dump_json(indent=1))
+        except OSError as error:
+            self._tell(f"kernel times could not be kept in {self.path}: {error}")
+
+    def _read(self) -> dict[str, Remembered]:
+        try:
+            return _File.model_validate_json(self.path.read_bytes()).entries
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValidationError) as error:
+            reason = str(error).splitlines()[0]
+            self._tell(f"{self.path} is not readable and is ignored: {reason}")
+            return {}
+
+
+def _replace(path: Path, text: str) -> None:
+    """All of it or nothing, also when several processes write."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(name).replace(path)

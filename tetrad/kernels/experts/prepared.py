@@ -1,0 +1,109 @@
+"""Experts as the grouped kernels take them, and which stored formats can become that."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tetrad.formats.weights import DenseWeight, Nvfp4Weight, Weight
+from tetrad.kernels.experts import reference
+from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS, pack
+from tetrad.kernels.experts.reference import DenseExperts, StoredExperts
+from tetrad.kernels.experts.weights import ExpertWeights
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """The weights of one product of all experts."""
+
+    first: Tensor
+    """Packed: the words. Dense: bf16 [E, features, width] of gate or down."""
+    second: Tensor
+    """Packed: the scales. Dense: up, or down again."""
+    global_scale: Tensor
+    """float32 [E, parts]; not read when dense."""
+    is_packed: bool
+    features: int
+    """Output features of a row: F for gate and up together, D for down."""
+    width: int
+    """Columns of the matrices: D for gate and up, F for down."""
+    features_per_tile: int
+
+    @property
+    def num_columns(self) -> int:
+        """Weight tiles of one expert."""
+        return -(-self.features // self.features_per_tile)
+
+    @property
+    def granules(self) -> int:
+        """Granules of one weight tile."""
+        return -(-self.width // GRANULE_COLUMNS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        second = 0 if self.second is self.first else self.second.nbytes
+        return self.first.nbytes + second + self.global_scale.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedExperts:
+    """The experts of one layer, ready for two grouped products."""
+
+    gate_up: Operand
+    down: Operand
+    num_experts: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+Prepared = GroupedExperts | DenseExperts | StoredExperts
+
+
+def why_not(weight: ExpertWeights, dtype: torch.dtype) -> str | None:
+    """None, or why these experts cannot be grouped."""
+    if dtype != torch.bfloat16:
+        return f"activations are {str(dtype).removeprefix('torch.')} and not bfloat16"
+    if type(weight.gate) is not type(weight.up):
+        return f"gate is {weight.gate.format_name} and up {weight.up.format_name}"
+    for stack in (weight.gate, weight.down):
+        if not isinstance(stack, Nvfp4Weight | DenseWeight):
+            return f"there is no grouped kernel for {stack.format_name} weights"
+    return None
+
+
+def prepare(weight: ExpertWeights, dtype: torch.dtype) -> Prepared:
+    """Pack a layer's experts. Those that cannot be grouped stay with the plain torch backend."""
+    if (reason := why_not(weight, dtype)) is not None:
+        _tell_once(reason)
+        return reference.prepare(weight, dtype)
+    return GroupedExperts(
+        _operand((weight.gate, weight.up)), _operand((weight.down,)), weight.gate.shape[0]
+    )
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    _log.warning("Experts run on plain torch, many times slower: %s.", reason)
+
+
+def _operand(parts: tuple[Weight, ...]) -> Operand:
+    """Gate and up, or down alone. NVFP4 is packed, dense weights become bf16."""
+    _, features, width = parts[0].shape
+    sizes = (features, width, TILE_ROWS // len(parts))
+    quantised = tuple(part for part in parts if isinstance(part, Nvfp4Weight))
+    if quantised:
+        packed = pack(quantised)
+        return Operand(packed.words, packed.scales, packed.global_scale, True, *sizes)
+    dense = [part.dequantize(torch.bfloat16) for part in parts]
+    unscaled = torch.empty(0, 1, device=dense[0].device)
+    return Operand(dense[0], dense[-1], unscaled, False, *sizes)

@@ -1,0 +1,131 @@
+"""Which tile of tokens a step gets: a table of what was measured, and what fits the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tetrad.core.errors import UnsupportedError
+from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS
+
+Capability = tuple[int, int]
+
+SHARED_BYTES: Mapping[Capability, int] = {
+    (8, 0): 163 << 10,
+    (8, 7): 163 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+    (11, 0): 227 << 10,
+}
+"""Shared memory that one program may have, by compute capability (CUDA C++ Programming Guide,
+"Technical Specifications per Compute Capability")."""
+SMALLEST_SHARED_BYTES = 99 << 10
+"""What every other GPU from Ampere on has: 8.6, 8.9, 12.0, 12.1."""
+MIN_STAGES = 2
+SCRATCH_BYTES = 8 << 10
+"""For turning results around while the buffers of the loop are still in use."""
+HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How one program of `grouped_product` works."""
+
+    rows: int
+    """Token rows of a tile, all for one expert: a power of two from 16."""
+    columns: int
+    """Columns of weights and tokens per step of the loop: a multiple of GRANULE_COLUMNS."""
+    stages: int
+    """Steps in flight between memory and the tensor cores."""
+    group: int = 1
+    """Tiles that go through the columns of the weights side by side, to meet in the L2 cache."""
+    warps: int = 4
+    max_registers: int | None = None
+    """Per thread, where fewer registers let another program onto the multiprocessor."""
+    more_rows: int = 0
+    """Rows that a second accumulator adds where an expert has them; none in `triton.py`."""
+    is_persistent: bool = False
+    """One program per multiprocessor takes item after item; not in `triton.py`."""
+    has_fence: bool = True
+    """Order copies before wgmma as the PTX memory model asks; not in `triton.py`."""
+
+    @property
+    def block(self) -> int:
+        """Token rows of a tile, those of the second accumulator included."""
+        return self.rows + self.more_rows
+
+    def shared_bytes(self, capability: Capability, is_packed: bool) -> int:
+        """Shared memory that Triton takes at most.
+
+        Before and after Hopper the decoded weights pass through shared memory too.
+        """
+        tokens = self.block * self.columns * 2
+        decoded = TILE_ROWS * self.columns * 2
+        packed = self.columns * (TILE_ROWS // 2 + TILE_ROWS // 16)
+        on_hopper = capability[0] == HOPPER
+        if not is_packed:
+            pipeline = self.stages * (decoded + tokens)
+        elif on_hopper:
+            pipeline = self.stages * (packed + tokens) + SCRATCH_BYTES
+        else:
+            pipeline = (self.stages - 1) * (packed + tokens) + decoded + tokens
+        return max(pipeline, TILE_ROWS * self.rows * 4)
+
+
+def shared_bytes_of(capability: Capability) -> int:
+    """Shared memory that one program may have on a device."""
+    return SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
+
+
+TRITON_TILES = {
+    True: (
+        TileShape(rows=16, columns=128, stages=4),
+        TileShape(rows=32, columns=128, stages=4),
+        TileShape(rows=64, columns=64, stages=4),
+        TileShape(rows=128, columns=64, stages=3, group=4),
+    ),
+    False: (
+        TileShape(rows=16, columns=64, stages=4),
+        TileShape(rows=32, columns=64, stages=4),
+        TileShape(rows=64, columns=64, stages=4),
+        TileShape(rows=128, columns=64, stages=3, group=4),
+    ),
+}
+"""By "is Hopper". The others are compiled for 8.0, 10.0 and 12.0, and were run on none of them."""
+
+
+GLUON_TILES = (
+    TileShape(rows=8, columns=64, stages=5),
+    TileShape(rows=16, columns=64, stages=5),
+    TileShape(rows=32, columns=64, stages=5),
+    TileShape(rows=64, columns=64, stages=4, more_rows=32),
+    TileShape(rows=128, columns=64, stages=4, group=4),
+    TileShape(rows=256, columns=64, stages=3, warps=8, group=4, is_persistent=True),
+)
+
+
+def fitted(shape: TileShape, granules: int, capability: Capability, is_packed: bool) -> TileShape:
+    """`shape` with as many stages as the device has room for, and columns that divide the matrix.
+
+    Raises UnsupportedError when even MIN_STAGES do not fit.
+    """
+    if granules * GRANULE_COLUMNS % shape.columns:
+        shape = replace(shape, columns=GRANULE_COLUMNS)
+    limit = shared_bytes_of(capability)
+    for stages in range(shape.stages, MIN_STAGES - 1, -1):
+        shape = replace(shape, stages=stages)
+        if shape.shared_bytes(capability, is_packed) <= limit:
+            return shape
+    needed = shape.shared_bytes(capability, is_packed)
+    raise UnsupportedError(
+        f"A tile of {shape.rows} tokens by {shape.columns} columns needs {needed} bytes of shared "
+        f"memory, and a GPU of capability {capability[0]}.{capability[1]} has {limit}; a smaller "
+        f"tile fits."
+    )
+
+
+def tile_for(num_slots: int, num_experts: int, tiles: tuple[TileShape, ...]) -> TileShape:
+    """The tile for a step whose `num_slots` token slots spread over `num_experts` experts."""
+    mean = num_slots / num_experts
+    return next((tile for tile in tiles[:-1] if mean <= tile.rows), tiles[-1])

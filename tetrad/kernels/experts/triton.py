@@ -1,0 +1,315 @@
+"""The kernel of the routed experts: a grouped matrix product over rows gathered by index.
+
+One program computes the output features of one packed weight tile (128 matrix rows) for one tile of
+token rows that all chose the same expert. The weights are the left operand and stay in registers
+from the moment they are decoded; the token rows come through shared memory. In `packing.py` stands
+how the codes lie: a lane's sixteen bytes are exactly the fragments it feeds to the tensor core, on
+Hopper (wgmma, register operand) as before and after it (mma.sync).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.experts import reference
+from tetrad.kernels.experts.decode import GATED_PTX, HAS_BF16_MUL, decode_ptx
+from tetrad.kernels.experts.grouping import Grouping, in_groups
+from tetrad.kernels.experts.issued import issued_by_triton, triton_tile
+from tetrad.kernels.experts.prepared import GroupedExperts, Operand, Prepared, prepare
+from tetrad.kernels.experts.tiles import fitted
+from tetrad.kernels.triton_support import is_interpreted, jit, tl, why_not
+
+
+@jit()
+def _decode_in_ptx(words, scales, PTX: tl.constexpr):
+    """Sixteen bf16 tensors from words and scales, in the order of `packing.FIELDS`."""
+    return tl.inline_asm_elementwise(
+        PTX,
+        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,l,r",
+        [words, scales],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@jit()
+def _number(sign, magnitude, scale):
+    """fp32 of an e2m1 code in two parts, times its scale."""
+    exponent = magnitude >> 1
+    mantissa = magnitude & 1
+    halves = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+    value = halves.to(tl.float32) * 0.5
+    return tl.where(sign == 0, value, -value) * scale
+
+
+@jit()
+def _scale(scales, PLACE: tl.constexpr):
+    """fp32 of one E5M3 byte, at 2^-7 of its worth as the PTX leaves it (the factor is 2^-126)."""
+    bits = (((scales >> (8 * PLACE)) & 0xFF) << 4 | 0x7000) << 16
+    return bits.to(tl.float32, bitcast=True) * 1.1754943508222875e-38
+
+
+@jit()
+def _plain(word, SHIFT: tl.constexpr, scale):
+    """One of the three code pairs that lie in one piece."""
+    moved = word << SHIFT
+    return _number((moved >> 15) & 1, (moved >> 6) & 7, scale)
+
+
+@jit()
+def _decode_by_arithmetic(words, scales):
+    """What `decode_ptx` does, in fp32 and in steps that the interpreter knows."""
+    first = words.to(tl.int32)
+    second = (words >> 32).to(tl.int32)
+    s0, s1, s2, s3 = _scale(scales, 0), _scale(scales, 2), _scale(scales, 1), _scale(scales, 3)
+    f_high, s_high = first >> 16, second >> 16
+    return (
+        _plain(first, 0, s0), _plain(f_high, 0, s0), _plain(first, 3, s1), _plain(f_high, 3, s1),
+        _plain(first, 6, s0), _plain(f_high, 6, s0),
+        _tail_of_first(first, second, s1), _tail_of_first(f_high, s_high, s1),
+        _plain(second, 0, s2), _plain(s_high, 0, s2), _plain(second, 3, s3), _plain(s_high, 3, s3),
+        _plain(second, 6, s2), _plain(s_high, 6, s2),
+        _tail_of_second(first, second, s3), _tail_of_second(f_high, s_high, s3),
+    )  # fmt: skip
+
+
+@jit()
+def _tail_of_first(first, second, scale):
+    """The first word's fourth pair, of which one bit lies in the second word."""
+    return _number((first >> 14) & 1, ((first >> 9) & 6) | ((second >> 14) & 1), scale)
+
+
+@jit()
+def _tail_of_second(first, second, scale):
+    """The second word's fourth pair, whose sign lies in the first word."""
+    magnitude = ((second >> 11) & 4) | ((second >> 10) & 3)
+    return _number((first >> 13) & 1, magnitude, scale)
+
+
+@jit()
+def _weights(words, scales, BK: tl.constexpr, PTX: tl.constexpr):
+    """[128, BK] weights from one packed tile of 128 rows and BK columns."""
+    w = words.reshape(BK // 64, 8, 8, 4, 2)
+    s = scales.reshape(BK // 64, 8, 8, 1, 2).broadcast_to(BK // 64, 8, 8, 4, 2)
+    p = _decode_by_arithmetic(w, s) if PTX == "" else _decode_in_ptx(w, s, PTX)
+    q0 = tl.join(tl.join(p[0], p[1]), tl.join(p[2], p[3]))
+    q1 = tl.join(tl.join(p[4], p[5]), tl.join(p[6], p[7]))
+    q2 = tl.join(tl.join(p[8], p[9]), tl.join(p[10], p[11]))
+    q3 = tl.join(tl.join(p[12], p[13]), tl.join(p[14], p[15]))
+    # axes: k granule, 16-row block, row in 8, lane pair, k32 | k parity, row half, k half, k16
+    a = tl.join(tl.join(q0, q1), tl.join(q2, q3))
+    return a.permute(1, 6, 2, 0, 4, 8, 7, 3, 5).reshape(128, BK)
+
+
+@jit()
+def _packed_product(
+    words, scales, x_at, first_k, expert, column,
+    NUM_COLUMNS: tl.constexpr, IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """fp32 [128, BM]: a packed tile times the token rows that `x_at` points to."""
+    STEPS: tl.constexpr = (IN + BK - 1) // BK
+    GRANULES: tl.constexpr = (IN + 63) // 64
+    tile = (expert * NUM_COLUMNS + column) * GRANULES
+    word_at = words + tile * 512 + tl.arange(0, BK * 8)
+    scale_at = scales + tile * 128 + tl.arange(0, BK * 2)
+    acc = tl.zeros((128, BM), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        w = tl.load(word_at)
+        s = tl.load(scale_at)
+        if IN % BK == 0:
+            token = tl.load(x_at)
+        else:
+            token = tl.load(x_at, mask=first_k < IN - step * BK, other=0.0)
+        a = _weights(w, s, BK, PTX)
+        if PTX == "":
+            acc = tl.dot(a, token.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, token, acc)
+            # Triton 3.6 lets the next step overwrite registers that a wgmma still reads (its issue
+            # 9433). Touching the accumulator makes it wait for them first.
+            acc = tl.inline_asm_elementwise(
+                "", "=r,0", [acc], dtype=tl.float32, is_pure=False, pack=1
+            )
+        word_at += BK * 8
+        scale_at += BK * 2
+        x_at += BK
+    return acc
+
+
+@jit()
+def _dense_product(
+    first, second, x_at, first_k, expert, column,
+    OUT: tl.constexpr, IN: tl.constexpr, IS_GATE_UP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The same from bf16 matrices [E, OUT, IN]; the upper half of each 16 is `second`'s."""
+    row = tl.arange(0, 128)
+    matrix = tl.where(row % 16 < 8, first, second)
+    feature = column * 64 + row // 16 * 8 + row % 8 if IS_GATE_UP else column * 128 + row
+    feature = tl.minimum(feature, OUT - 1)
+    k = tl.arange(0, BK)
+    a_at = (matrix + (expert * OUT + feature) * IN)[:, None] + k[None, :]
+    acc = tl.zeros((128, BM), tl.float32)
+    for step in tl.range(0, (IN + BK - 1) // BK, num_stages=STAGES):
+        if IN % BK == 0:
+            a = tl.load(a_at)
+            token = tl.load(x_at)
+        else:
+            a = tl.load(a_at, mask=k[None, :] < IN - step * BK, other=0.0)
+            token = tl.load(x_at, mask=first_k < IN - step * BK, other=0.0)
+        if PTX == "":
+            acc = tl.dot(a.to(tl.float32), token.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, token, acc)
+        a_at += BK
+        x_at += BK
+    return acc
+
+
+@jit()
+def _item_of(item, tile_expert, num_tiles, NUM_COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Token tile, weight tile and expert of a program; the expert is -1 where there is no work.
+
+    GROUP token tiles go through the weight tiles side by side.
+    """
+    if GROUP == 1:
+        tile = item // NUM_COLUMNS
+        column = item % NUM_COLUMNS
+        expert = tl.load(tile_expert + tile)
+    else:
+        tiles = tl.load(num_tiles)
+        group = item // (GROUP * NUM_COLUMNS)
+        size = tl.maximum(tl.minimum(tiles - group * GROUP, GROUP), 1)
+        inside = item - group * (GROUP * NUM_COLUMNS)
+        tile = group * GROUP + inside % size
+        column = inside // size
+        expert = tl.load(tile_expert + tile, mask=item < tiles * NUM_COLUMNS, other=-1)
+    return tile, column, expert.to(tl.int64)
+
+
+@jit()
+def _factors(global_scale, expert, IS_GATE_UP: tl.constexpr, IS_PACKED: tl.constexpr):
+    """The global scales of gate and up, or that of down twice; ones for dense weights."""
+    if not IS_PACKED:
+        first = 1.0
+        second = 1.0
+    elif IS_GATE_UP:
+        first = tl.load(global_scale + expert * 2)
+        second = tl.load(global_scale + expert * 2 + 1)
+    else:
+        first = tl.load(global_scale + expert)
+        second = first
+    return first, second
+
+
+@jit()
+def _gated(gate, up, PTX: tl.constexpr):
+    """silu(gate) * up in fp32."""
+    if PTX == "":
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        y = tl.inline_asm_elementwise(
+            GATED_PTX, "=f,f,f", [gate, up], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@jit(do_not_specialize_on_alignment=["tile_expert", "num_tiles"])
+def grouped_product(
+    x, first, second, global_scale, rows, tile_expert, num_tiles, out,
+    OUT: tl.constexpr, IN: tl.constexpr, SLOTS: tl.constexpr, IS_GATE_UP: tl.constexpr,
+    IS_PACKED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One matrix product of all experts, with what follows it. `TileShape` explains the sizes.
+
+    gate_up: x [T, IN] is read at row // SLOTS; out [positions, OUT] is silu(gate) * up.
+    down: x [positions, IN] is read in order; out [T * SLOTS, OUT] is written at the row.
+
+    Packed weights come as words, scales and a global scale; dense ones as gate and up, or as down
+    twice. How many tiles there are is read on the device; a program that has none
+    returns at once. OUT and IN are constants of the program because ptxas makes every wgmma wait
+    for the last when the loop might not run at all.
+    """
+    FEATURES: tl.constexpr = 64 if IS_GATE_UP else 128
+    NUM_COLUMNS: tl.constexpr = (OUT + FEATURES - 1) // FEATURES
+    tile, column, expert = _item_of(tl.program_id(0), tile_expert, num_tiles, NUM_COLUMNS, GROUP)
+    # before the test, so that it need not wait for the expert
+    position = tile * BM + tl.arange(0, BM)
+    row = tl.load(rows + position)
+    if expert >= 0:
+        first_factor, second_factor = _factors(global_scale, expert, IS_GATE_UP, IS_PACKED)
+        source = tl.maximum(row, 0) // SLOTS if IS_GATE_UP else position
+        k = tl.arange(0, BK)
+        x_at = x + source.to(tl.int64)[None, :] * IN + k[:, None]
+        if IS_PACKED:
+            acc = _packed_product(
+                first, second, x_at, k[:, None], expert, column,
+                NUM_COLUMNS, IN, BM, BK, STAGES, PTX,
+            )  # fmt: skip
+        else:
+            acc = _dense_product(
+                first, second, x_at, k[:, None], expert, column,
+                OUT, IN, IS_GATE_UP, BM, BK, STAGES, PTX,
+            )  # fmt: skip
+        if IS_GATE_UP:
+            gate, up = acc.reshape(8, 2, 8, BM).permute(0, 2, 3, 1).split()
+            gate = gate.reshape(64, BM) * first_factor
+            y = _gated(gate, up.reshape(64, BM) * second_factor, PTX)
+        else:
+            y = acc * first_factor
+        target = position if IS_GATE_UP else row
+        feature = column * FEATURES + tl.arange(0, FEATURES)
+        at = out + target.to(tl.int64)[:, None] * OUT + feature[None, :]
+        mask = (row >= 0)[:, None] & (feature < OUT)[None, :]
+        tl.store(at, y.trans().to(out.dtype.element_ty), mask=mask)
+
+
+def grouped(
+    x: Tensor, weights: Operand, grouping: Grouping, out: Tensor, *, is_gate_up: bool
+) -> None:
+    """Launch one grouped product; see `grouped_product`."""
+    capability = grouping.capability
+    tile = fitted(grouping.tile, weights.granules, capability, weights.is_packed)
+    grouped_product[(len(grouping.tile_expert) * weights.num_columns,)](
+        x,
+        weights.first,
+        weights.second,
+        weights.global_scale,
+        grouping.rows,
+        grouping.tile_expert,
+        grouping.num_tiles,
+        out,
+        OUT=weights.features,
+        IN=weights.width,
+        SLOTS=grouping.num_slots if is_gate_up else 1,
+        IS_GATE_UP=is_gate_up,
+        IS_PACKED=weights.is_packed,
+        BM=tile.rows,
+        BK=tile.columns,
+        GROUP=tile.group,
+        STAGES=tile.stages,
+        PTX="" if is_interpreted() else decode_ptx(capability >= HAS_BF16_MUL),
+        num_warps=tile.warps,
+        maxnreg=tile.max_registers,
+    )
+
+
+def run(
+    x: Tensor, weight: Prepared, ids: Tensor, slot_weights: Tensor, shared: Tensor | None
+) -> Tensor:
+    """Sort, two grouped products, weighted sum: four launches, none of which the host waits for."""
+    if not isinstance(weight, GroupedExperts):
+        return reference.run(x, weight, ids, slot_weights, shared)
+    tile, capability = triton_tile(ids, weight)
+    return in_groups(x, weight, (ids, slot_weights, shared), tile, capability, grouped)
+
+
+BACKEND = Backend("triton", run, why_not, prepare, issued_by_triton)

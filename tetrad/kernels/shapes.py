@@ -1,0 +1,271 @@
+"""The shapes at which a real model calls each op: from its dimensions, its ranks and a load.
+
+Sharding as tensor and expert parallelism do it: `ep` deals out whole experts; `tp` splits heads,
+dense and shared widths, and experts' widths as far as `ep` has not already dealt them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from tetrad.core.arch import ModelArch
+from tetrad.core.errors import ConfigError
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.kernels.contract import Case, case
+
+Routing = Literal["uniform", "random", "skewed"]
+
+KEY_NORM_EPS = 1e-6
+MOST_SEQUENCES = 64
+"""More rows than this are taken for one prompt's, fewer for as many decodes."""
+MOST_SAMPLED = 256
+"""Sequences that get a token in one step; the other rows of a large step belong to prompts."""
+SORT_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks share a layer, and how many its experts."""
+
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return max(1, self.tp // self.ep)
+
+    def check(self, arch: ModelArch) -> None:
+        """Raise ConfigError when they do not divide the model."""
+        if self.tp > self.ep and self.tp % self.ep:
+            raise ConfigError(f"--ranks tp={self.tp},ep={self.ep}: tp must be a multiple of ep.")
+        for what, size, parts in (
+            ("experts", arch.moe.num_experts, self.ep),
+            ("attention heads", arch.mla.num_heads, self.tp),
+            ("columns of a dense layer", arch.dense_intermediate, self.tp),
+            ("columns of an expert", arch.moe.intermediate, self.expert_tp),
+        ):
+            if size % parts:
+                raise ConfigError(f"--ranks: {size:,} {what} cannot be dealt to {parts} ranks.")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one step brings."""
+
+    tokens: int
+    """Rows of the step, over all ranks."""
+    routing: Routing = "random"
+    context: int = 4096
+    """Keys that a decoding sequence holds."""
+    tokens_per_expert: int | None = None
+    """The experts' load, where it is given instead of `tokens`."""
+
+
+def cases_for(op: str, arch: ModelArch, ranks: Ranks, load: Load) -> tuple[Case, ...]:
+    """The calls of `op` in one layer, the most typical first; () when the shapes of `op` do not
+    depend on a model."""
+    if op not in _RULES:
+        return ()
+    found = _RULES[op](arch, ranks, load)
+    return tuple(replace(each, is_large=True) for each in found)
+
+
+def _rms_norm(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    widths = {
+        "hidden": arch.hidden,
+        "query latent": arch.mla.q_lora_rank,
+        "key latent": arch.mla.kv_lora_rank,
+    }
+    return [
+        case(f"{name} {width}", T=load.tokens, W=width, eps=arch.norm_eps)
+        for name, width in widths.items()
+    ]
+
+
+def _layer_norm(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    width = arch.indexer.head_dim
+    return [case(f"index key {width}", T=load.tokens, W=width, eps=KEY_NORM_EPS)]
+
+
+def _rope(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    heads, width = arch.mla.num_heads // ranks.tp, arch.mla.rope_dim
+    return [case(f"{heads} heads of {width}", T=load.tokens, H=heads, R=width, interleaved=True)]
+
+
+def _linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    mla, hidden = arch.mla, arch.hidden
+    heads = mla.num_heads // ranks.tp
+    shared = arch.moe.intermediate * arch.moe.num_shared // ranks.tp
+    matrices = {
+        "o": (hidden, heads * mla.v_dim, "bf16"),
+        "q_b": (heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank, "bf16"),
+        "q_a": (mla.q_lora_rank, hidden, "bf16"),
+        "kv_a": (mla.latent_dim, hidden, "bf16"),
+        "dense gate": (arch.dense_intermediate // ranks.tp, hidden, "bf16"),
+        "shared gate": (shared, hidden, "nvfp4"),
+    }
+    return [
+        case(f"{name}, {stored}", T=load.tokens, out=out, width=width, format=stored)
+        for name, (out, width, stored) in matrices.items()
+    ]
+
+
+def _activation(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    widths = {
+        "shared": arch.moe.intermediate * arch.moe.num_shared // ranks.tp,
+        "dense": arch.dense_intermediate // ranks.tp,
+    }
+    return [case(f"{name} {width}", T=load.tokens, F=width) for name, width in widths.items()]
+
+
+def _route(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    moe = arch.moe
+    return [
+        case(
+            f"{moe.experts_per_token} of {moe.num_experts}",
+            T=load.tokens,
+            E=moe.num_experts,
+            K=moe.experts_per_token,
+            groups=moe.num_groups,
+            chosen=moe.groups_per_token,
+            normalise=moe.normalise_weights,
+        )
+    ]
+
+
+def _sort_tokens(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    moe = arch.moe
+    local = moe.num_experts // ranks.ep
+    return [
+        case(
+            f"{local} experts, tiles of {SORT_BLOCK}",
+            T=load.tokens,
+            K=moe.experts_per_token,
+            E=local,
+            used=local,
+            block=SORT_BLOCK,
+            dropped=1.0 - 1.0 / ranks.ep,
+        )
+    ]
+
+
+def _reduce_experts(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    slots = arch.moe.experts_per_token
+    values = {"D": arch.hidden, "shared": True, "dropped": 1.0 - 1.0 / ranks.ep}
+    return [case(f"{slots} of {arch.hidden}", T=load.tokens, K=slots, **values)]
+
+
+def _experts(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    moe = arch.moe
+    local = moe.num_experts // ranks.ep
+    values = {
+        "E": local,
+        "used": local,
+        "D": arch.hidden,
+        "F": moe.intermediate // ranks.expert_tp,
+        "format": "nvfp4",
+        "down_format": "nvfp4",
+        "shared": True,
+    }
+    is_plain = load.tokens_per_expert is None and load.routing == "random" and ranks.ep == 1
+    if is_plain:
+        name = f"{local} experts, random"
+        return [case(name, T=load.tokens, K=moe.experts_per_token, **values)]
+    counts = rows_per_expert(arch, ranks, load)
+    if sum(counts) == 0:
+        return []
+    name = f"{local} experts, {load.routing}"
+    return [case(name, T=sum(counts), K=1, rows_per_expert=counts, **values)]
+
+
+def rows_per_expert(arch: ModelArch, ranks: Ranks, load: Load) -> tuple[int, ...]:
+    """(token, slot) rows that each expert of rank 0 gets.
+
+    "uniform": as even as can be. "random": each token takes the best of Gaussian scores. "skewed":
+    every expert's scores have a Gaussian bias of their own.
+    """
+    moe = arch.moe
+    local = moe.num_experts // ranks.ep
+    if load.routing == "uniform":
+        if load.tokens_per_expert is not None:
+            return (load.tokens_per_expert,) * local
+        rows = load.tokens * moe.experts_per_token // ranks.ep
+        return tuple(rows // local + (expert < rows % local) for expert in range(local))
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(moe.num_experts, generator=generator)
+    scores = torch.randn(step_tokens(arch, load), moe.num_experts, generator=generator)
+    if load.routing == "skewed":
+        scores += bias
+    chosen = scores.topk(moe.experts_per_token, dim=-1).indices
+    counts: list[int] = chosen.flatten().bincount(minlength=moe.num_experts)[:local].tolist()
+    return tuple(counts)
+
+
+def step_tokens(arch: ModelArch, load: Load) -> int:
+    """Tokens of the step that brings `load` to the experts."""
+    if load.tokens_per_expert is None:
+        return load.tokens
+    return max(1, load.tokens_per_expert * arch.moe.num_experts // arch.moe.experts_per_token)
+
+
+def _store_latent(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    mla = arch.mla
+    num_pages = 2 * -(-load.tokens // PAGE_TOKENS)
+    name = f"{mla.kv_lora_rank} + {mla.rope_dim}"
+    return [case(name, T=load.tokens, P=num_pages, A=mla.kv_lora_rank, B=mla.rope_dim)]
+
+
+def _lens(load: Load) -> tuple[tuple[int, int], ...]:
+    """As many decodes, or one prompt."""
+    if load.tokens <= MOST_SEQUENCES:
+        return ((1, load.context),) * load.tokens
+    return ((load.tokens, max(load.tokens, load.context)),)
+
+
+def _index_score(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    index = arch.indexer
+    name = f"{load.context} keys"
+    return [case(name, lens=_lens(load), X=index.num_heads, I=index.head_dim)]
+
+
+def _index_select(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    topk = arch.indexer.topk
+    name = f"{topk} of {load.context}"
+    return [case(name, T=load.tokens, M=load.context, topk=topk, ties=False)]
+
+
+def _mla(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    mla, topk = arch.mla, arch.indexer.topk
+    heads = mla.num_heads // ranks.tp
+    is_sparse = max(kv_len for _, kv_len in _lens(load)) > topk
+    values = {"H": heads, "C": mla.kv_lora_rank, "R": mla.rope_dim}
+    name = f"{heads} heads, {topk if is_sparse else 'all'} of {load.context} keys"
+    return [case(name, lens=_lens(load), topk=topk if is_sparse else 0, **values)]
+
+
+def _sample(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    rows = min(load.tokens, MOST_SAMPLED)
+    return [case(f"{rows} rows of {arch.vocab}", R=rows, V=arch.vocab, rules=False)]
+
+
+_RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "rope": _rope,
+    "linear": _linear,
+    "activation": _activation,
+    "route": _route,
+    "sort_tokens": _sort_tokens,
+    "experts": _experts,
+    "reduce_experts": _reduce_experts,
+    "store_latent": _store_latent,
+    "index_score": _index_score,
+    "index_select": _index_select,
+    "mla": _mla,
+    "sample": _sample,
+}

@@ -1,0 +1,54 @@
+"""Grouping the slots of a step by expert, so that each expert reads its weights once."""
+
+from __future__ import annotations
+
+from tetrad.kernels.contract import Argument, Case, Contract, case
+
+
+def max_tiles(num_slots: int, num_experts: int, block: int) -> int:
+    """Tiles that any choice of experts can need: one each as far as slots go, then full ones."""
+    used = min(num_slots, num_experts)
+    return used + (num_slots - used) // block
+
+
+def _bytes(case: Case, _size: int) -> float:
+    num_slots = case["T"] * case["K"]
+    tiles = max_tiles(num_slots, case["E"], case["block"])
+    return float(8 * num_slots + 4 * tiles * (case["block"] + 1) + 4)
+
+
+def _case(name: str, **values: object) -> Case:
+    return case(name, **({"used": values["E"], "dropped": 0.0} | values))
+
+
+CONTRACT = Contract(
+    name="sort_tokens",
+    summary="slots sorted by expert, each expert's padded to whole tiles; sizes fixed by shapes",
+    arguments=(
+        Argument("ids", "[T, K]", "int64", "expert of each slot; below 0: dropped. int32 will do"),
+        Argument("num_experts", "", "int", "E; every id is below it"),
+        Argument("block", "", "int", "positions in a tile"),
+    ),
+    results=(
+        Argument(
+            "rows",
+            "[max_tiles * block]",
+            "int32",
+            "slot t * K + k at each position, rising within an expert; -1: padding",
+        ),
+        Argument("tile_expert", "[max_tiles]", "int32", "expert of each tile; -1: not used"),
+        Argument("num_tiles", "[1]", "int32", "tiles in use; they come first"),
+    ),
+    cases=(
+        _case("some dropped", T=9, K=3, E=6, block=4, dropped=0.3),
+        _case("fewer slots than experts", T=1, K=2, E=8, block=16),
+        _case("everything dropped", T=4, K=2, E=8, block=16, dropped=1.0),
+        _case("one expert has every token", T=70, K=1, E=5, block=16, used=1),
+        _case("odd block", T=40, K=4, E=12, block=48, dropped=0.5),
+        _case("glm", T=33, K=8, E=256, block=16),
+        _case("glm rank", T=600, K=8, E=32, block=64),
+    ),
+    flops=lambda _case: 0.0,
+    bytes=_bytes,
+    tolerance={"float32": 0.0, "bfloat16": 0.0},
+)

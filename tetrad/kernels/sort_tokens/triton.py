@@ -1,0 +1,109 @@
+"""Grouping slots in one launch: a program per expert counts all slots, then places its own.
+
+Every program counts for itself where its tiles begin, so no program waits for another and nothing
+depends on the order in which they run. The next slots are on their way while some are counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.sort_tokens.contract import max_tiles
+from tetrad.kernels.triton_support import jit, next_power_of_2, tl, why_not
+
+SHAPES = ((256, 4), (2048, 8), (4096, 16))
+"""(slots that a program reads at a time, its warps). The first that takes a step in one reading
+serves; the last serves the rest."""
+
+
+@jit()
+def _fill(where, begin, end, step, value, SPAN: tl.constexpr):
+    """Store `value` from `begin` to `end`, in stretches of SPAN whose starts lie `step` apart."""
+    for start in range(begin, end, step):
+        at = start + tl.arange(0, SPAN)
+        tl.store(where + at, value, mask=at < end)
+
+
+@jit()
+def _read(ids, start, num_slots, CHUNK: tl.constexpr):
+    """Experts of CHUNK slots, -1 past the last."""
+    slot = start + tl.arange(0, CHUNK)
+    return tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+
+
+@jit(do_not_specialize=["num_slots", "most_tiles"])
+def sort_kernel(
+    ids,
+    rows,
+    num_slots,
+    most_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Program e writes the tiles of expert e, and a share of what lies behind the last tile.
+
+    The three results lie one after another from `rows` on.
+    """
+    tile_expert = rows + most_tiles * BLOCK
+    num_tiles = tile_expert + most_tiles
+    expert = tl.program_id(0)
+    counts = tl.zeros([NUM_BINS], tl.int32)
+    chosen = _read(ids, 0, num_slots, CHUNK)
+    for start in range(0, num_slots, CHUNK):
+        ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
+        counts += tl.histogram(chosen, NUM_BINS, mask=chosen >= 0)
+        chosen = ahead
+    tiles = (counts + BLOCK - 1) // BLOCK
+    bins = tl.arange(0, NUM_BINS)
+    first = tl.sum(tl.where(bins < expert, tiles, 0))
+    last = first + tl.sum(tl.where(bins == expert, tiles, 0))
+    total = tl.sum(tiles)
+
+    position = first * BLOCK
+    chosen = _read(ids, 0, num_slots, CHUNK)
+    for start in range(0, num_slots, CHUNK):
+        ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
+        is_mine = (chosen == expert).to(tl.int32)
+        rank = tl.cumsum(is_mine, 0)
+        tl.store(rows + position + rank - 1, start + tl.arange(0, CHUNK), mask=is_mine != 0)
+        position += tl.sum(is_mine)
+        chosen = ahead
+    _fill(rows, position, last * BLOCK, SPAN, -1, SPAN)
+    _fill(tile_expert, first, last, SPAN, expert, SPAN)
+
+    stride = NUM_EXPERTS * SPAN
+    _fill(rows, total * BLOCK + expert * SPAN, most_tiles * BLOCK, stride, -1, SPAN)
+    _fill(tile_expert, total + expert * SPAN, most_tiles, stride, -1, SPAN)
+    if expert == 0:
+        tl.store(num_tiles, total)
+
+
+def run(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`ids` must be contiguous."""
+    assert ids.is_contiguous()
+    num_slots = ids.numel()
+    most = max_tiles(num_slots, num_experts, block)
+    chunk, num_warps = next((s for s in SHAPES if num_slots <= s[0]), SHAPES[-1])
+    buffer = ids.new_empty(most * (block + 1) + 1, dtype=torch.int32)
+    sort_kernel[(num_experts,)](
+        ids,
+        buffer,
+        num_slots,
+        most,
+        num_experts,
+        next_power_of_2(max(num_experts, 32)),
+        block,
+        chunk,
+        128,
+        num_warps=num_warps,
+    )
+    end = most * block
+    return buffer[:end], buffer[end:-1], buffer[-1:]
+
+
+BACKEND = Backend("triton", run, why_not)
