@@ -82,7 +82,7 @@ def _has_default(field: FieldInfo) -> bool:
         field.is_required()
         or field.default is None
         or field.default is False
-        or field.default == ()
+        or field.default in ((), "")
     )
 
 
