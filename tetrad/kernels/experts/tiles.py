@@ -108,9 +108,9 @@ GLUON_TILES: Tiles = (
     (75, TileShape(rows=64, columns=128, stages=3, more_rows=32)),
     (128, TileShape(rows=128, columns=64, stages=4)),
     (160, TileShape(rows=64, columns=128, stages=3, more_rows=16)),
-    (256, TileShape(rows=256, columns=64, stages=3, warps=8, is_persistent=True)),
+    (256, TileShape(rows=256, columns=64, stages=3, group=2, warps=8, is_persistent=True)),
     (400, TileShape(rows=64, columns=128, stages=3, more_rows=32)),
-    (math.inf, TileShape(rows=256, columns=64, stages=3, warps=8, is_persistent=True)),
+    (math.inf, TileShape(rows=256, columns=64, stages=3, group=2, warps=8, is_persistent=True)),
 )
 """Tiles follow the spread of random routing: at a mean of 64, half the experts have more."""
 
