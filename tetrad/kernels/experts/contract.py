@@ -44,8 +44,8 @@ CONTRACT = Contract(
     ),
     results=(Argument("y", "[T, D]", "activation", "summed in fp32 in slot order, rounded once"),),
     cases=(
-        _case("whole tiles", 5, used=6, D=256, F=128),
-        _case("no shared expert", 19, used=1, K=1, D=256, F=128, shared=False),
+        _case("whole tiles", 5, used=2, E=3, D=512, F=384),
+        _case("several tiles of one expert", 60, used=1, E=3, K=1, D=512, F=384, shared=False),
         _case("nvfp4 with empty experts", 5, used=6),
         _case("one token", 1, used=8),
         _case("one expert has every token", 7, used=1, K=1),

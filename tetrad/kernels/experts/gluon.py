@@ -25,6 +25,7 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import triton as portable
 from tetrad.kernels.experts.decode import FACTORS, decode_ptx
 from tetrad.kernels.experts.gluon_parts import (
+    barrier,
     copy,
     decode,
     factors_of,
@@ -99,7 +100,7 @@ def _tile(
                 acc, acc_more, even = _wait(1, acc, acc_more, even, MORE)
                 odd = a
             if half % UNIT == UNIT - 1:
-                gl.thread_barrier()
+                barrier()
                 free = stage - 1 if stage > 0 else STAGES - 1
                 ahead = pair + half + 1 + (STAGES - 2) * UNIT
                 refill(ahead, free, at, ring, STEPS, UNIT, MORE > 0)
@@ -263,7 +264,7 @@ def _items(
                 else:
                     acc, even = hopper.warpgroup_mma_wait(1, deps=[acc, even])
                     odd = a
-                gl.thread_barrier()
+                barrier()
                 free = slot - 1 if slot > 0 else STAGES - 1
                 _copy_step(free, w_at, s_at, x_at, ring, ahead < items)
                 w_at, s_at, x_at = w_at + 512, s_at + 128, x_at + 64
@@ -288,6 +289,9 @@ def grouped(
     x: Tensor, weights: Operand, grouping: Grouping, out: Tensor, *, is_gate_up: bool
 ) -> None:
     """Launch one grouped product."""
+    if grouping.tile.is_portable:
+        portable.grouped(x, weights, grouping, out, is_gate_up=is_gate_up)
+        return
     tile = fitted(grouping.tile, weights.granules, grouping.capability, weights.is_packed)
     num_items = len(grouping.tile_expert) * weights.num_columns
     sizes: dict[str, Any] = {"BM": tile.rows}
@@ -319,13 +323,14 @@ def grouped(
     )
 
 
-def is_whole(operand: Operand, stages: int) -> bool:
+def is_whole(operand: Operand, tile: TileShape) -> bool:
     """Can the loops take it: packed, whole tiles, an even number of steps that fill the ring?"""
+    ahead = tile.stages if tile.is_persistent else tile.stages - 1
     return (
         operand.is_packed
         and operand.features % operand.features_per_tile == 0
         and operand.width % (2 * GRANULE_COLUMNS) == 0
-        and operand.granules >= stages
+        and operand.width >= ahead * tile.columns
     )
 
 
@@ -345,7 +350,7 @@ def tile_of(ids: Tensor, weight: Prepared) -> TileShape | None:
         return None
     tile = tile_for(ids.numel(), weight.num_experts, GLUON_TILES)
     parts = (weight.gate_up, weight.down)
-    return tile if all(is_whole(part, tile.stages) for part in parts) else None
+    return tile if all(is_whole(part, tile) for part in parts) else None
 
 
 def issued(arguments: Mapping[str, Any]) -> float | None:

@@ -12,8 +12,8 @@ from typing import Any
 from tetrad.kernels.experts.decode import GATED_PTX
 
 __all__ = [
-    "copy", "decode", "factors_of", "gl", "gluon", "hopper", "in_turn", "item_of", "jit", "place",
-    "refill", "rows_of", "start_copy", "store", "token_at", "token_ring", "weight_rings",
+    "barrier", "copy", "decode", "factors_of", "gl", "gluon", "hopper", "in_turn", "item_of", "jit",
+    "place", "refill", "rows_of", "start_copy", "store", "token_at", "token_ring", "weight_rings",
 ]  # fmt: skip
 
 try:
@@ -22,10 +22,11 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.language.nvidia.ampere import async_copy as copy
 
-    # renamed in Triton 3.9
+    # the second names are those of Triton 3.6 to 3.8
     start_copy = getattr(copy, "async_load", None) or copy.async_copy_global_to_shared
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 except ImportError:
-    gluon = gl = hopper = copy = start_copy = None
+    gluon = gl = hopper = copy = start_copy = barrier = None
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:

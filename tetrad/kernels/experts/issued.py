@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS
 from tetrad.kernels.experts.prepared import GroupedExperts
-from tetrad.kernels.experts.tiles import HOPPER, TRITON_TILES, TileShape, tile_for
+from tetrad.kernels.experts.tiles import TileShape, tile_for, triton_tiles
 
 
 def issued_flops(ids: Tensor, weight: GroupedExperts, tile: TileShape) -> float:
@@ -33,8 +33,8 @@ def triton_tile(ids: Tensor, weight: GroupedExperts) -> tuple[TileShape, tuple[i
     """The tile that the Triton backend takes for a step on the device of `ids`, and what that is
     capable of."""
     capability = torch.cuda.get_device_capability(ids.device)
-    tiles = TRITON_TILES[capability[0] == HOPPER]
-    return tile_for(ids.numel(), weight.num_experts, tiles), capability
+    tile = tile_for(ids.numel(), weight.num_experts, triton_tiles(capability))
+    return tile, capability
 
 
 def issued_by_triton(arguments: Mapping[str, Any]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,8 @@ class TileShape:
     """Rows that a second accumulator adds where an expert has them; none in `triton.py`."""
     is_persistent: bool = False
     """One program per multiprocessor takes item after item; not in `triton.py`."""
+    is_portable: bool = False
+    """Left by `gluon.py` to the kernel of `triton.py`, which is the faster one here."""
     has_fence: bool = True
     """Order copies before wgmma as the PTX memory model asks; not in `triton.py`."""
 
@@ -78,31 +81,43 @@ def shared_bytes_of(capability: Capability) -> int:
     return SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
 
 
-TRITON_TILES = {
-    True: (
-        TileShape(rows=16, columns=128, stages=4),
-        TileShape(rows=32, columns=128, stages=4),
-        TileShape(rows=64, columns=64, stages=4),
-        TileShape(rows=128, columns=64, stages=3, group=4),
-    ),
-    False: (
-        TileShape(rows=16, columns=64, stages=4),
-        TileShape(rows=32, columns=64, stages=4),
-        TileShape(rows=64, columns=64, stages=4),
-        TileShape(rows=128, columns=64, stages=3, group=4),
-    ),
-}
-"""By "is Hopper". The others are compiled for 8.0, 10.0 and 12.0, and were run on none of them."""
+Tiles = tuple[tuple[float, TileShape], ...]
+"""Mean tokens of an expert up to which a tile is best, by rising mean; the last has no limit."""
 
-
-GLUON_TILES = (
-    TileShape(rows=8, columns=64, stages=5),
-    TileShape(rows=16, columns=64, stages=5),
-    TileShape(rows=32, columns=64, stages=5),
-    TileShape(rows=64, columns=64, stages=4, more_rows=32),
-    TileShape(rows=128, columns=64, stages=4, group=4),
-    TileShape(rows=256, columns=64, stages=3, warps=8, group=4, is_persistent=True),
+TRITON_HOPPER_TILES: Tiles = (
+    (13, TileShape(rows=16, columns=128, stages=4)),
+    (26, TileShape(rows=32, columns=128, stages=4)),
+    (80, TileShape(rows=64, columns=64, stages=4)),
+    (math.inf, TileShape(rows=128, columns=64, stages=3)),
 )
+"""Measured on an H200 with GLM-5's widths, 32 experts and random routing, as GLUON_TILES."""
+TRITON_OTHER_TILES: Tiles = (
+    (13, TileShape(rows=16, columns=64, stages=4)),
+    (26, TileShape(rows=32, columns=64, stages=4)),
+    (80, TileShape(rows=64, columns=64, stages=4)),
+    (math.inf, TileShape(rows=128, columns=64, stages=3, warps=8)),
+)
+"""Compiled for compute capability 8.0, 10.0 and 12.0, run on none of them."""
+GLUON_TILES: Tiles = (
+    (6, TileShape(rows=8, columns=128, stages=4)),
+    (13, TileShape(rows=16, columns=128, stages=4, is_portable=True)),
+    (20, TileShape(rows=16, columns=128, stages=3, more_rows=8, max_registers=128)),
+    (26, TileShape(rows=32, columns=128, stages=4, is_portable=True)),
+    (40, TileShape(rows=32, columns=128, stages=3, more_rows=16)),
+    (52, TileShape(rows=64, columns=128, stages=3)),
+    (75, TileShape(rows=64, columns=128, stages=3, more_rows=32)),
+    (128, TileShape(rows=128, columns=64, stages=4)),
+    (160, TileShape(rows=64, columns=128, stages=3, more_rows=16)),
+    (256, TileShape(rows=256, columns=64, stages=3, group=2, warps=8, is_persistent=True)),
+    (400, TileShape(rows=64, columns=128, stages=3, more_rows=32)),
+    (math.inf, TileShape(rows=256, columns=64, stages=3, group=2, warps=8, is_persistent=True)),
+)
+"""Tiles follow the spread of random routing: at a mean of 64, half the experts have more."""
+
+
+def triton_tiles(capability: Capability) -> Tiles:
+    """The table of `triton.py` for a device."""
+    return TRITON_HOPPER_TILES if capability[0] == HOPPER else TRITON_OTHER_TILES
 
 
 def fitted(shape: TileShape, granules: int, capability: Capability, is_packed: bool) -> TileShape:
@@ -125,7 +140,7 @@ def fitted(shape: TileShape, granules: int, capability: Capability, is_packed: b
     )
 
 
-def tile_for(num_slots: int, num_experts: int, tiles: tuple[TileShape, ...]) -> TileShape:
+def tile_for(num_slots: int, num_experts: int, tiles: Tiles) -> TileShape:
     """The tile for a step whose `num_slots` token slots spread over `num_experts` experts."""
     mean = num_slots / num_experts
-    return next((tile for tile in tiles[:-1] if mean <= tile.rows), tiles[-1])
+    return next(tile for limit, tile in tiles if mean <= limit)
