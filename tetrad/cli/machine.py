@@ -8,7 +8,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # ships no types
+import psutil
 
 import tetrad
 
@@ -84,7 +84,7 @@ def find_gpus() -> tuple[list[Gpu], str]:
     """GPUs by the driver's own library, and a sentence when there are none."""
     try:
         # Types must check with the gpu extra and without it.
-        import pynvml  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        import pynvml
     except ImportError:
         return [], "nvidia-ml-py is not installed, so the driver was not asked"
     try:

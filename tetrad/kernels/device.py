@@ -46,7 +46,7 @@ def _triton() -> str:
 def _driver() -> str:
     """The driver's release; "unknown" without nvidia-ml-py."""
     try:
-        import pynvml  # type: ignore[import-untyped]  # ships no types
+        import pynvml
     except ImportError:
         return "unknown"
     try:
