@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from tests.e2e.conftest import Served

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import aiohttp
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from tests.e2e.conftest import Served, serving
 

@@ -83,7 +83,6 @@ def processor_name() -> str:
 def find_gpus() -> tuple[list[Gpu], str]:
     """GPUs by the driver's own library, and a sentence when there are none."""
     try:
-        # Types must check with the gpu extra and without it.
         import pynvml
     except ImportError:
         return [], "nvidia-ml-py is not installed, so the driver was not asked"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil  # type: ignore[import-untyped]  # ships no types
+import psutil
 import torch
 
 from tetrad.core.errors import UnsupportedError
