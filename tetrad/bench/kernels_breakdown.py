@@ -24,7 +24,7 @@ def breakdown(call: Callable[[], object], flush: Callable[[], None]) -> list[Lau
 
 def _profile(call: Callable[[], object], flush: Callable[[], None]) -> list[Seen]:
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(RUNS):
             flush()
             call()
