@@ -113,11 +113,12 @@ def _tile(
 
 
 @jit(
-    do_not_specialize=["two", "eight", "sixteen"],
+    do_not_specialize=["num_tokens", "two", "eight", "sixteen"],
     do_not_specialize_on_alignment=["tile_expert", "num_tiles"],
 )
 def grouped_product(
-    x, words, scales, global_scale, rows, tile_expert, num_tiles, out, two, eight, sixteen,
+    x, words, scales, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
+    two, eight, sixteen,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
     BM: gl.constexpr, MORE: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
@@ -135,7 +136,7 @@ def grouped_product(
     token = gl.arange(0, BM, layout=gl.SliceLayout(1, TOKENS))
     first = tile * (BM + MORE)
     # before the test, so that it need not wait for the expert
-    x_at = token_at(x, rows, first + token, k, IN, SLOTS, IS_GATE_UP)
+    x_at = token_at(x, num_tokens, rows, first + token, k, IN, SLOTS, IS_GATE_UP)
     if expert >= 0:
         start = (expert * NUM_COLUMNS + column) * (IN // 64)
         w_at = words + start * 512 + gl.arange(0, 512, layout=in_turn(2, num_warps))
@@ -147,7 +148,7 @@ def grouped_product(
         if MORE > 0:
             MORE_OR_8: gl.constexpr = MORE if MORE > 0 else 8
             more = first + BM + gl.arange(0, MORE_OR_8, layout=gl.SliceLayout(1, TOKENS))
-            more_at = token_at(x, rows, more, k, IN, SLOTS, IS_GATE_UP)
+            more_at = token_at(x, num_tokens, rows, more, k, IN, SLOTS, IS_GATE_UP)
             ring = (w_ring, s_ring, x_ring, token_ring(SLOTS_OF_RING, MORE_OR_8))
             at = (w_at, s_at, x_at, more_at)
             if gl.load(rows + first + BM) >= 0:
@@ -169,11 +170,12 @@ def grouped_product(
 
 
 @jit(
-    do_not_specialize=["two", "eight", "sixteen"],
+    do_not_specialize=["num_tokens", "two", "eight", "sixteen"],
     do_not_specialize_on_alignment=["tile_expert", "num_tiles"],
 )
 def persistent_product(
-    x, words, scales, global_scale, rows, tile_expert, num_tiles, out, two, eight, sixteen,
+    x, words, scales, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
+    two, eight, sixteen,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
     BM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
     PTX: gl.constexpr, num_warps: gl.constexpr,
@@ -196,7 +198,8 @@ def persistent_product(
             gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS)).expand_dims(0),
         )
         _items(
-            (x, words, scales, global_scale, rows, tile_expert, out), tiles, ring, lanes,
+            (x, words, scales, global_scale, rows, tile_expert, out, num_tokens),
+            tiles, ring, lanes,
             (two, eight, sixteen),
             OUT, IN, SLOTS, IS_GATE_UP, BM, GROUP, STAGES, FENCE, PTX, num_warps,
         )  # fmt: skip
@@ -209,12 +212,12 @@ def _locate(
     BM: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Where the first step of an item reads words, scales and tokens; past the end, of the last."""
-    x, words, scales, _global_scale, rows, tile_expert, _out = tensors
+    x, words, scales, _global_scale, rows, tile_expert, _out, num_tokens = tensors
     NUM_COLUMNS: gl.constexpr = OUT // (64 if IS_GATE_UP else 128)
     item = gl.minimum(item, tiles * NUM_COLUMNS - 1)
     tile, column = place(item, tiles, NUM_COLUMNS, GROUP)
     start = (gl.load(tile_expert + tile).to(gl.int64) * NUM_COLUMNS + column) * (IN // 64)
-    x_at = token_at(x, rows, tile * BM + lanes[2], lanes[3], IN, SLOTS, IS_GATE_UP)
+    x_at = token_at(x, num_tokens, rows, tile * BM + lanes[2], lanes[3], IN, SLOTS, IS_GATE_UP)
     return words + start * 512 + lanes[0], scales + start * 128 + lanes[1], x_at
 
 
@@ -308,6 +311,7 @@ def grouped(
         grouping.tile_expert,
         grouping.num_tiles,
         out,
+        len(x),
         *FACTORS,
         OUT=weights.features,
         IN=weights.width,

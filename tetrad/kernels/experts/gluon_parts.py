@@ -127,11 +127,19 @@ def place(item, tiles, NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @jit()
-def token_at(x, rows, position, k, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr):
-    """Where the token rows at some positions begin: gathered for gate_up, in order for down."""
+def token_at(
+    x, num_tokens, rows, position, k,
+    IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Where the token rows at some positions begin: gathered for gate_up, in order for down.
+
+    Padding reads some token or other: if it were always the same, its part of the L2 cache would
+    hold everybody up.
+    """
     source = position
     if IS_GATE_UP:
-        source = gl.maximum(gl.load(rows + position), 0) // SLOTS
+        row = gl.load(rows + position)
+        source = gl.where(row >= 0, row // SLOTS, position % num_tokens)
     return x + source.to(gl.int64).expand_dims(1) * IN + k
 
 

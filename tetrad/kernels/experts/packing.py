@@ -173,22 +173,24 @@ def _filled_up(matrix: Tensor, rows: int, columns: int) -> Tensor:
 def _pack_words(codes: Tensor, words: Tensor) -> None:
     """uint8 [e, rows, columns / 2] into int64 [e, tiles, granules, 512]."""
     experts, tiles, granules, _ = words.shape
-    # e, tile, 16-row block, row half, g | granule, k32, k16, k half, t
-    fields = codes.view(experts, tiles, 8, 2, 8, granules, 2, 2, 2, 4)
-    # k16, k half, row half | e, tile, granule, block, g, t, k32: one plane a fragment register
-    planes = fields.permute(7, 8, 3, 0, 1, 5, 2, 4, 9, 6).contiguous()
-    target = words.view(torch.int32).view(*planes.shape[3:], 2)
+    # e, tile, 16-row block, row half, g | granule, k32, k16, k half; the four t in each number
+    fields = codes.view(torch.int32).view(experts, tiles, 8, 2, 8, granules, 2, 2, 2)
+    # k16, k half, row half | e, tile, granule, block, g, k32: one plane a fragment register
+    planes = fields.permute(7, 8, 3, 0, 1, 5, 2, 4, 6).contiguous()
+    # ... and t
+    planes = planes.view(torch.uint8).view(*planes.shape, 4)
     plain = [_moves(places, codes.device) for places in PLAIN_PLACES]
     tails = [[_moves(places, codes.device) for places in both] for both in TAIL_PLACES]
+    # e, tile, granule, block, g, t, k32, word
+    target = words.view(torch.int32).view(experts, tiles, granules, 8, 8, 4, 2, 2)
     far = [planes[k16, 1, 1].int() for k16 in (0, 1)]
     for word in (0, 1):
         packed = tails[0][word][far[0]]
         packed |= tails[1][word][far[1]]
-        for table, plane in zip(
-            plain, (planes[word, 0, 0], planes[word, 0, 1], planes[word, 1, 0]), strict=True
-        ):
+        near = (planes[word, 0, 0], planes[word, 0, 1], planes[word, 1, 0])
+        for table, plane in zip(plain, near, strict=True):
             packed |= table[plane.int()]
-        target[..., word] = packed
+        target[..., word] = packed.transpose(-1, -2)
 
 
 def _pack_scales(stored: Tensor, scales: Tensor) -> None:

@@ -221,9 +221,12 @@ def _gated(gate, up, PTX: tl.constexpr):
     return y
 
 
-@jit(do_not_specialize_on_alignment=["tile_expert", "num_tiles"])
+@jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["tile_expert", "num_tiles"],
+)
 def grouped_product(
-    x, first, second, global_scale, rows, tile_expert, num_tiles, out,
+    x, first, second, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
     OUT: tl.constexpr, IN: tl.constexpr, SLOTS: tl.constexpr, IS_GATE_UP: tl.constexpr,
     IS_PACKED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, PTX: tl.constexpr,
@@ -246,7 +249,10 @@ def grouped_product(
     row = tl.load(rows + position)
     if expert >= 0:
         first_factor, second_factor = _factors(global_scale, expert, IS_GATE_UP, IS_PACKED)
-        source = tl.maximum(row, 0) // SLOTS if IS_GATE_UP else position
+        # Padding reads some token or other: if it were always the same, its part of the L2 cache
+        # would hold everybody up.
+        spread = tl.where(row >= 0, row // SLOTS, position % num_tokens)
+        source = spread if IS_GATE_UP else position
         k = tl.arange(0, BK)
         x_at = x + source.to(tl.int64)[None, :] * IN + k[:, None]
         if IS_PACKED:
@@ -287,6 +293,7 @@ def grouped(
         grouping.tile_expert,
         grouping.num_tiles,
         out,
+        len(x),
         OUT=weights.features,
         IN=weights.width,
         SLOTS=grouping.num_slots if is_gate_up else 1,
