@@ -45,6 +45,7 @@ def _stream(
     source = torch.ones(num_bytes // 4, device=device)
     target, total = torch.empty_like(source), torch.empty((), device=device)
     return (
-        timer.time([lambda: target.copy_(source)], share_s),
+        # A kernel: `copy_` becomes a transfer node in a graph, which read 2.78 TB/s on an H200.
+        timer.time([lambda: torch.neg(source, out=target)], share_s),
         timer.time([lambda: torch.sum(source, dim=0, out=total)], share_s),
     )
