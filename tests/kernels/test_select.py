@@ -45,7 +45,8 @@ def test_an_unknown_op_or_backend_names_the_nearest():
     with pytest.raises(UnsupportedError, match=r"no op 'expert'\. Did you mean 'experts'"):
         resolve_ops("cpu", {"expert": "torch"})
     with pytest.raises(
-        UnsupportedError, match=r"no backend 'troch'; it has .*'torch', or 'auto'.*'to"
+        UnsupportedError,
+        match=r"--moe-runner-backend troch: .*no backend 'troch'; it has .*'torch', or 'auto'.*'to",
     ):
         resolve_ops("cpu", {"experts": "troch"})
 
@@ -68,8 +69,9 @@ def test_the_first_that_does_not_refuse_is_chosen_and_refusals_are_kept():
 
 
 def test_a_forced_backend_that_refuses_says_why_and_what_would_work():
-    with pytest.raises(UnsupportedError, match=r"rope.*a: needs four legs\..*'b' or 'auto'"):
-        choose(op_with("a", "b"), "a", HERE, refuse(a="needs four legs"))
+    """Only what runs here is offered."""
+    with pytest.raises(UnsupportedError, match=r"rope.*a: needs four legs\. 'b' or 'auto' would"):
+        choose(op_with("a", "b", "c"), "a", HERE, refuse(a="needs four legs.", c="too new"))
 
 
 def test_when_all_refuse_all_reasons_are_told():

@@ -123,8 +123,9 @@ def choose(
     name = op.contract.name
     if wanted != "auto" and wanted not in op.backends:
         raise UnsupportedError(
-            f"{name} has no backend {wanted!r}; it has {_listed(op.backends)}, or 'auto' to let "
-            f"Tetrad choose.{nearest(wanted, op.backends)}"
+            f"{_asked(name, wanted)}{name} has no backend {wanted!r}; it has "
+            f"{_listed(op.backends)}, or 'auto' to let Tetrad choose."
+            f"{nearest(wanted, op.backends)}"
         )
     refusals: dict[str, str] = {}
     survivors: list[Backend] = []
@@ -143,9 +144,26 @@ def choose(
     elif survivors:
         return OpChoice(name, survivors[0].name, _reason(op, wanted, refusals), refusals)
     told = "; ".join(f"{backend}: {sentence}" for backend, sentence in refusals.items())
-    others = [other for other in op.backends if other not in refusals]
-    cure = f" Available instead: {_listed(others)} or 'auto'." if others else ""
-    raise UnsupportedError(f"No backend of {name} can run on {here.name}: {told}.{cure}")
+    if wanted == "auto":
+        raise UnsupportedError(f"No backend of {name} can run on {here.name}: {told}.")
+    others = [
+        other.name
+        for other in op.backends.values()
+        if other.name not in refusals and refusal(op, other) is None
+    ]
+    cure = f" {_listed(others)} or 'auto' would work." if others else ""
+    raise UnsupportedError(
+        f"{_asked(name, wanted)}this backend of {name} cannot run on {here.name}: "
+        f"{told.rstrip('.')}.{cure}"
+    )
+
+
+def _asked(name: str, wanted: str) -> str:
+    """The flag that forced a backend of the op, if there is one: "--attention-backend triton: "."""
+    for flag, op_name in FLAG_OPS.items():
+        if op_name == name:
+            return f"--{flag.replace('_', '-')} {wanted}: "
+    return ""
 
 
 def _timed(name: str, outcome: Outcome, refusals: dict[str, str]) -> OpChoice:
