@@ -48,7 +48,7 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def why_not(device: DeviceSnapshot) -> str | None:
     """None, or why Triton kernels cannot run on `device`, and what would cure it."""
     if device.compute_capability is None:
-        return "Triton kernels need an NVIDIA GPU; on a CPU use 'torch'"
+        return "needs an NVIDIA GPU; on a CPU use 'torch'"
     if triton is None:
         return 'Triton is not installed; `pip install "triton>=3.6,<4"` installs it'
     if device.compute_capability < MIN_CAPABILITY:

@@ -81,15 +81,19 @@ def _held(name: str, held: dict[str, int]) -> str:
 
 
 def _kernels(backends: list[dict[str, Any]]) -> list[str]:
-    """Ops by backend, then every refusal."""
+    """Ops by backend, then ops by refusal."""
     ops: dict[str, list[str]] = {}
+    refused: dict[tuple[str, str], list[str]] = {}
     for choice in backends:
         ops.setdefault(choice["backend"], []).append(choice["op"])
-    lines = [f"  kernels  {backend}: {', '.join(names)}" for backend, names in ops.items()]
-    return lines + [
-        f"           {choice['op']} is not on {backend}: {reason}"
-        for choice in backends
-        for backend, reason in choice["refusals"].items()
+        for backend, reason in choice["refusals"].items():
+            refused.setdefault((backend, reason), []).append(choice["op"])
+    return [
+        *(f"  kernels  {backend}: {', '.join(names)}" for backend, names in ops.items()),
+        *(
+            f"           not {backend} for {', '.join(names)}: {reason}"
+            for (backend, reason), names in refused.items()
+        ),
     ]
 
 
