@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetrad.formats.weights import DenseWeight, Nvfp4Weight, Weight
+from tetrad.kernels.experts.grouping import Routed
 from tetrad.kernels.experts.prepared import GroupedExperts, prepare
 from tetrad.kernels.experts.weights import ExpertWeights
 
@@ -19,14 +20,15 @@ class Drawn:
     x: Tensor
     weight: ExpertWeights
     prepared: GroupedExperts
-    routed: tuple[Tensor, Tensor, Tensor | None]
+    routed: Routed
 
     def expected(self) -> Tensor:
         """[T, D] float64, expert by expert on the device."""
-        ids, slot_weights, shared = self.routed
+        ids, slot_weights, *added = self.routed
         out = torch.zeros_like(self.x, dtype=torch.float64)
-        if shared is not None:
-            out += shared.double()
+        for rows in added:
+            if rows is not None:
+                out += rows.double()
         for expert in range(self.weight.num_experts):
             token, slot = (ids == expert).nonzero(as_tuple=True)
             if len(token):
@@ -108,8 +110,8 @@ def draw_experts(
     ids = scores.topk(slots).indices
     ids[torch.rand(tokens, slots, generator=generator, device=device) < dropped] = -1
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, shared = (
-        torch.randn(tokens, hidden, generator=generator, device=device).to(dtype) for _ in range(2)
+    x, shared, residual = (
+        torch.randn(tokens, hidden, generator=generator, device=device).to(dtype) for _ in range(3)
     )
     slot_weights = torch.rand(tokens, slots, generator=generator, device=device) + 0.1
-    return Drawn(x, weight, prepared, (ids, slot_weights, shared))
+    return Drawn(x, weight, prepared, (ids, slot_weights, shared, residual))

@@ -57,7 +57,7 @@ def glm_case(name: str, num_tokens: int) -> Case:
         "activation": {"F": 12288},
         "route": {"E": 256, "K": 8, "groups": 1, "chosen": 1, "normalise": True},
         "sort_tokens": {"E": 256, "K": 8, "block": 16, "used": 256, "dropped": 0.1},
-        "reduce_experts": {"K": 8, "D": 6144, "shared": True, "dropped": 0.1},
+        "reduce_experts": {"K": 8, "D": 6144, "shared": True, "residual": True, "dropped": 0.1},
         "store_latent": {"P": 80, "A": 512, "B": 64},
         "sample": {"R": num_tokens, "V": 154880, "rules": False},
     }

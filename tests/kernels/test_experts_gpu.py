@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kernels.experts import Drawn, draw_experts, one_matrix
 from tetrad.kernels.experts import gluon as gluon_backend
 from tetrad.kernels.experts import triton as triton_backend
-from tetrad.kernels.experts.grouping import Grouping, cores_of, in_groups
+from tetrad.kernels.experts.grouping import Grouping, Routed, cores_of, in_groups
 from tetrad.kernels.experts.tiles import GLUON_TILES, HOPPER, TRITON_HOPPER_TILES, TileShape
 from tetrad.kernels.sort_tokens import triton as sort_tokens
 
@@ -147,10 +147,11 @@ def test_the_op(backend: Any, case: dict[str, Any]):
     assert float((y.double() - truth).norm() / truth.norm()) <= 6e-3
 
 
-def copied(routed: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    ids, slot_weights, shared = routed
+def copied(routed: Routed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids, slot_weights, shared, residual = routed
     assert shared is not None
-    return ids.clone(), slot_weights.clone(), shared.clone()
+    assert residual is not None
+    return ids.clone(), slot_weights.clone(), shared.clone(), residual.clone()
 
 
 @pytest.mark.parametrize(("product", "tile"), TILES)

@@ -156,7 +156,7 @@ def _sort_tokens(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
 
 def _reduce_experts(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     slots = arch.moe.experts_per_token
-    values = {"D": arch.hidden, "shared": True, "dropped": 1.0 - 1.0 / ranks.ep}
+    values = {"D": arch.hidden, "shared": True, "residual": True, "dropped": 1.0 - 1.0 / ranks.ep}
     return [case(f"{slots} of {arch.hidden}", T=load.tokens, K=slots, **values)]
 
 
@@ -171,6 +171,7 @@ def _experts(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
         "format": "nvfp4",
         "down_format": "nvfp4",
         "shared": True,
+        "residual": True,
     }
     is_plain = load.tokens_per_expert is None and load.routing == "random" and ranks.ep == 1
     if is_plain:

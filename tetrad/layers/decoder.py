@@ -41,4 +41,4 @@ class DecoderLayer:
             self.attention_norm(hidden), batch, rotation, cache, selected
         )
         hidden = hidden + attended
-        return hidden + self.mlp(self.mlp_norm(hidden)), selected
+        return self.mlp(self.mlp_norm(hidden), hidden), selected

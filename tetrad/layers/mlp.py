@@ -9,7 +9,7 @@ from tetrad.layers.source import WeightSource
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), plus the residual where one is given."""
 
     def __init__(self, source: WeightSource, hidden: int, intermediate: int) -> None:
         self.activation = source.ops.activation
@@ -17,6 +17,7 @@ class Mlp:
         self.up = Linear(source, "up_proj", intermediate, hidden)
         self.down = Linear(source, "down_proj", hidden, intermediate)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, D] to [T, D]."""
-        return self.down(self.activation(self.gate(x), self.up(x)))
+        y = self.down(self.activation(self.gate(x), self.up(x)))
+        return y if residual is None else residual + y

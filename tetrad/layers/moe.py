@@ -12,7 +12,7 @@ from tetrad.layers.source import WeightSource
 
 
 class Moe:
-    """sum over the chosen experts of weight * expert(x), plus shared_expert(x).
+    """sum over the chosen experts of weight * expert(x), plus shared_expert(x), plus the residual.
 
     The router runs in fp32 from end to end: the spread of its bias is a few bf16 steps, so that
     rounding it would send tokens to other experts.
@@ -29,8 +29,8 @@ class Moe:
             source.at("shared_experts"), arch.hidden, moe.intermediate * moe.num_shared
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] to [T, D]."""
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, D] and [T, D] to [T, D]: summed in fp32 by the experts' last kernel, rounded once."""
         moe = self.arch
         weights, ids = self.ops.route(
             self.router(x.float()),
@@ -41,5 +41,5 @@ class Moe:
             moe.normalise_weights,
             moe.scaling,
         )
-        y: Tensor = self.ops.experts(x, self.experts, ids, weights, self.shared(x))
+        y: Tensor = self.ops.experts(x, self.experts, ids, weights, self.shared(x), residual)
         return y

@@ -15,7 +15,8 @@ from tetrad.kernels.experts.weights import ExpertWeights
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Tokens choose among the first `used` experts; the others stay empty. Where a case has
-    `rows_per_expert`, that many rows of one slot each go to each expert."""
+    `rows_per_expert`, that many rows of one slot each go to each expert. The residual is small:
+    errors of the experts are not to drown in it."""
     draw = Draw.of(case, dtype, device)
     tokens, experts, hidden, width = case["T"], case["E"], case["D"], case["F"]
     if "rows_per_expert" in case.values:
@@ -32,6 +33,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         "ids": ids,
         "slot_weights": draw.uniform(tokens, case["K"]) + 0.1,
         "shared": draw.normal(tokens, hidden) if case["shared"] else None,
+        "residual": draw.normal(tokens, hidden, std=0.3) if case["residual"] else None,
     }
 
 
@@ -43,8 +45,9 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     )
     x, slot_weights = inputs["x"].cpu().double(), inputs["slot_weights"].cpu().double()
     out = torch.zeros_like(x)
-    if inputs["shared"] is not None:
-        out += inputs["shared"].cpu().double()
+    for added in (inputs["shared"], inputs["residual"]):
+        if added is not None:
+            out += added.cpu().double()
     for token, experts in enumerate(inputs["ids"].tolist()):
         for slot, expert in enumerate(experts):
             gated = gate[expert] @ x[token]

@@ -339,13 +339,18 @@ def is_whole(operand: Operand, tile: TileShape) -> bool:
 
 
 def run(
-    x: Tensor, weight: Prepared, ids: Tensor, slot_weights: Tensor, shared: Tensor | None
+    x: Tensor,
+    weight: Prepared,
+    ids: Tensor,
+    slot_weights: Tensor,
+    shared: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """As `triton.run`, which computes what has no whole tiles here."""
     tile = tile_of(ids, weight)
     if tile is None or not isinstance(weight, GroupedExperts):
-        return portable.run(x, weight, ids, slot_weights, shared)
-    return in_groups(x, weight, (ids, slot_weights, shared), tile, (9, 0), grouped)
+        return portable.run(x, weight, ids, slot_weights, shared, residual)
+    return in_groups(x, weight, (ids, slot_weights, shared, residual), tile, (9, 0), grouped)
 
 
 def tile_of(ids: Tensor, weight: Prepared) -> TileShape | None:

@@ -14,6 +14,9 @@ from tetrad.kernels.experts.tiles import Capability, TileShape
 from tetrad.kernels.reduce_experts import triton as reduce_experts
 from tetrad.kernels.sort_tokens import triton as sort_tokens
 
+Routed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""The op's arguments `ids`, `slot_weights`, `shared` and `residual`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
@@ -40,16 +43,16 @@ def cores_of(device: torch.device) -> int:
 def in_groups(
     x: Tensor,
     weight: GroupedExperts,
-    routed: tuple[Tensor, Tensor, Tensor | None],
+    routed: Routed,
     tile: TileShape,
     capability: Capability,
     product: Callable[..., None],
 ) -> Tensor:
-    """The experts' output [T, D]; `routed` is ids, slot weights and the shared experts' output.
+    """The experts' output [T, D]; what the products give is summed, `shared` and `residual` too.
 
     `product(x, operand, grouping, out, is_gate_up=...)` launches one grouped product.
     """
-    ids, slot_weights, shared = routed
+    ids, slot_weights, shared, residual = routed
     num_tokens, num_slots = ids.shape
     ids = ids.contiguous()
     sorted_rows = sort_tokens.run(ids, weight.num_experts, tile.block)
@@ -58,5 +61,7 @@ def in_groups(
     product(x.contiguous(), weight.gate_up, grouping, hidden, is_gate_up=True)
     by_slot = x.new_empty(num_tokens * num_slots, weight.down.features)
     product(hidden, weight.down, grouping, by_slot, is_gate_up=False)
-    shared = shared if shared is None else shared.contiguous()
-    return reduce_experts.run(by_slot, ids, slot_weights.contiguous(), shared)
+    shared, residual = (
+        added if added is None else added.contiguous() for added in (shared, residual)
+    )
+    return reduce_experts.run(by_slot, ids, slot_weights.contiguous(), shared, residual)

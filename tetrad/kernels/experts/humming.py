@@ -119,11 +119,16 @@ def _product(layer: Any, rows: Tensor, starts: Tensor) -> Tensor:
 
 
 def run(
-    x: Tensor, weight: Prepared, ids: Tensor, slot_weights: Tensor, shared: Tensor | None
+    x: Tensor,
+    weight: Prepared,
+    ids: Tensor,
+    slot_weights: Tensor,
+    shared: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Rows of dropped slots sort behind the last expert, where no product reads or writes."""
     if not isinstance(weight, HummingExperts):
-        return reference.run(x, weight, ids, slot_weights, shared)
+        return reference.run(x, weight, ids, slot_weights, shared, residual)
     flat = ids.flatten()
     found, order = flat.where(flat >= 0, weight.num_experts).sort(stable=True)
     experts = torch.arange(weight.num_experts + 1, device=ids.device)
@@ -131,7 +136,7 @@ def run(
     rows = x.index_select(0, order // ids.shape[1])
     done = _product(weight.down, weight.hidden(rows, starts), starts)
     by_slot = torch.empty_like(done).index_copy_(0, order, done)
-    return reduce_experts(by_slot, ids, slot_weights, shared)
+    return reduce_experts(by_slot, ids, slot_weights, shared, residual)
 
 
 BACKEND = Backend("humming", run, why_not, prepare)

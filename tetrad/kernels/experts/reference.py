@@ -83,6 +83,7 @@ def run(
     ids: Tensor,
     slot_weights: Tensor,
     shared: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Each (token, slot) row is computed once; the sum over slots runs in slot order in fp32."""
     num_tokens, num_slots = ids.shape
@@ -99,8 +100,9 @@ def run(
     total = by_slot[:, 0] * slot_weights[:, :1]
     for slot in range(1, num_slots):
         total.addcmul_(by_slot[:, slot], slot_weights[:, slot : slot + 1])
-    if shared is not None:
-        total += shared
+    for added in (shared, residual):
+        if added is not None:
+            total += added
     return total.to(x.dtype)
 
 

@@ -310,13 +310,19 @@ def grouped(
 
 
 def run(
-    x: Tensor, weight: Prepared, ids: Tensor, slot_weights: Tensor, shared: Tensor | None
+    x: Tensor,
+    weight: Prepared,
+    ids: Tensor,
+    slot_weights: Tensor,
+    shared: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Sort, two grouped products, weighted sum: four launches, none of which the host waits for."""
     if not isinstance(weight, GroupedExperts):
-        return reference.run(x, weight, ids, slot_weights, shared)
+        return reference.run(x, weight, ids, slot_weights, shared, residual)
     tile, capability = triton_tile(ids, weight)
-    return in_groups(x, weight, (ids, slot_weights, shared), tile, capability, grouped)
+    routed = (ids, slot_weights, shared, residual)
+    return in_groups(x, weight, routed, tile, capability, grouped)
 
 
 BACKEND = Backend("triton", run, why_not, prepare, issued_by_triton)

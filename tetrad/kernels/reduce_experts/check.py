@@ -25,6 +25,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         "ids": ids.masked_fill(is_dropped, -1),
         "slot_weights": draw.uniform(tokens, slots) + 0.1,
         "shared": draw.normal(tokens, width) if case["shared"] else None,
+        "residual": draw.normal(tokens, width) if case["residual"] else None,
     }
 
 
@@ -33,8 +34,9 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     rows, weights = inputs["rows"].cpu().double(), inputs["slot_weights"].cpu().double()
     num_tokens, num_slots = weights.shape
     out = torch.zeros(num_tokens, rows.shape[1], dtype=torch.float64)
-    if inputs["shared"] is not None:
-        out += inputs["shared"].cpu().double()
+    for added in (inputs["shared"], inputs["residual"]):
+        if added is not None:
+            out += added.cpu().double()
     for token, experts in enumerate(inputs["ids"].tolist()):
         for slot, expert in enumerate(experts):
             if expert >= 0:

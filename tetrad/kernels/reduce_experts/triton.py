@@ -19,12 +19,14 @@ def reduce_kernel(
     ids,
     slot_weights,
     shared,
+    residual,
     y,
     WIDTH: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A dropped slot has no width, so that its row is not read. `shared` may be None."""
+    """A dropped slot has no width, so that its row is not read. `shared` and `residual`
+    may be None."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_inside = column < WIDTH
@@ -38,10 +40,19 @@ def reduce_kernel(
     if shared is not None:
         extra = tl.load(shared + token * WIDTH + column, mask=is_inside, other=0.0)
         total += extra.to(tl.float32)
+    if residual is not None:
+        extra = tl.load(residual + token * WIDTH + column, mask=is_inside, other=0.0)
+        total += extra.to(tl.float32)
     tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=is_inside)
 
 
-def run(rows: Tensor, ids: Tensor, slot_weights: Tensor, shared: Tensor | None) -> Tensor:
+def run(
+    rows: Tensor,
+    ids: Tensor,
+    slot_weights: Tensor,
+    shared: Tensor | None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """All arguments must be contiguous."""
     assert rows.is_contiguous()
     num_tokens, num_slots = ids.shape
@@ -49,7 +60,7 @@ def run(rows: Tensor, ids: Tensor, slot_weights: Tensor, shared: Tensor | None) 
     y = rows.new_empty(num_tokens, width)
     columns = min(MAX_COLUMNS[num_tokens > FEW_TOKENS], next_power_of_2(width))
     reduce_kernel[(num_tokens, cdiv(width, columns))](
-        rows, ids, slot_weights, shared, y, width, num_slots, columns, num_warps=4
+        rows, ids, slot_weights, shared, residual, y, width, num_slots, columns, num_warps=4
     )
     return y
 
