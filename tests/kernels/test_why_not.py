@@ -19,6 +19,7 @@ RUNS_ON = {
     "triton": FROM_AMPERE,
     "gluon": (HOPPER,),
     "humming": FROM_AMPERE,
+    "cublas": EVERYWHERE[1:],
 }
 """With every optional package installed."""
 
@@ -53,4 +54,5 @@ def test_a_refusal_says_what_would_cure_it(op: str, monkeypatch: pytest.MonkeyPa
         if name == "torch":
             continue
         assert "use 'torch'" in str(backend.why_not(device(CPU)))
-        assert "pip install" in str(backend.why_not(device(HOPPER)))
+        if name != "cublas":  # comes with torch
+            assert "pip install" in str(backend.why_not(device(HOPPER)))

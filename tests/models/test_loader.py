@@ -192,8 +192,8 @@ def test_bf16_weights_halve_the_memory(tmp_path: Path):
     assert isinstance(layer.mlp, Moe)
     assert layer.attention.indexer is not None
     kept = [
-        layer.mlp.router.weight.dequantize(torch.float32),
-        layer.mlp.bias,
+        layer.mlp.front.weight.dequantize(torch.float32),
+        layer.mlp.front.routing[0],
         layer.attention.indexer.weights.weight.dequantize(torch.float32),
         layer.attention.indexer.key_norm.bias,
     ]

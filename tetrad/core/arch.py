@@ -99,7 +99,8 @@ class MoeArch:
     num_experts: int
     experts_per_token: int
     intermediate: int
-    num_shared: int
+    shared_intermediate: int
+    """Columns of all shared experts together."""
     num_groups: int
     groups_per_token: int
     normalise_weights: bool
@@ -279,11 +280,12 @@ def _moe(read: _Reader, num_layers: int) -> MoeArch:
         raise CheckpointError(
             f"config.json: {num_experts} experts do not form {num_groups} equal groups of two."
         )
+    intermediate = read.integer("moe_intermediate_size")
     return MoeArch(
         num_experts=num_experts,
         experts_per_token=read.integer("num_experts_per_tok"),
-        intermediate=read.integer("moe_intermediate_size"),
-        num_shared=read.integer("n_shared_experts", 1),
+        intermediate=intermediate,
+        shared_intermediate=intermediate * read.integer("n_shared_experts", 1),
         num_groups=num_groups,
         groups_per_token=read.integer("topk_group", 1),
         normalise_weights=bool(read.config.get("norm_topk_prob", True)),

@@ -51,6 +51,14 @@ from tetrad.kernels.route import check as route_check
 from tetrad.kernels.route import contract as route
 from tetrad.kernels.route import reference as route_torch
 from tetrad.kernels.route import triton as route_triton
+from tetrad.kernels.route_activate import check as route_activate_check
+from tetrad.kernels.route_activate import contract as route_activate
+from tetrad.kernels.route_activate import reference as route_activate_torch
+from tetrad.kernels.route_activate import triton as route_activate_triton
+from tetrad.kernels.router import check as router_check
+from tetrad.kernels.router import contract as router
+from tetrad.kernels.router import cublas as router_cublas
+from tetrad.kernels.router import reference as router_torch
 from tetrad.kernels.sample import check as sample_check
 from tetrad.kernels.sample import contract as sample
 from tetrad.kernels.sample import reference as sample_torch
@@ -78,7 +86,9 @@ OPS: Mapping[str, Op] = {
         _op(rope, rope_check, rope_triton, rope_torch),
         _op(linear, linear_check, linear_torch),
         _op(activation, activation_check, activation_triton, activation_torch),
+        _op(router, router_check, router_cublas, router_torch),
         _op(route, route_check, route_triton, route_torch),
+        _op(route_activate, route_activate_check, route_activate_triton, route_activate_torch),
         _op(sort_tokens, sort_tokens_check, sort_tokens_triton, sort_tokens_torch),
         _op(experts, experts_check, experts_gluon, experts_triton, experts_humming, experts_torch),
         _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),

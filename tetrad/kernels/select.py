@@ -51,7 +51,9 @@ class OpSet:
     rope: Backend
     linear: Backend
     activation: Backend
+    router: Backend
     route: Backend
+    route_activate: Backend
     sort_tokens: Backend
     experts: Backend
     reduce_experts: Backend

@@ -100,7 +100,7 @@ def _rope(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
 def _linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     mla, hidden = arch.mla, arch.hidden
     heads = mla.num_heads // ranks.tp
-    shared = arch.moe.intermediate * arch.moe.num_shared // ranks.tp
+    shared = arch.moe.shared_intermediate // ranks.tp
     matrices = {
         "o": (hidden, heads * mla.v_dim, "bf16"),
         "q_b": (heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank, "bf16"),
@@ -117,13 +117,13 @@ def _linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
 
 def _activation(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     widths = {
-        "shared": arch.moe.intermediate * arch.moe.num_shared // ranks.tp,
+        "shared": arch.moe.shared_intermediate // ranks.tp,
         "dense": arch.dense_intermediate // ranks.tp,
     }
     return [case(f"{name} {width}", T=load.tokens, F=width) for name, width in widths.items()]
 
 
-def _route(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+def _route(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     moe = arch.moe
     return [
         case(
@@ -134,7 +134,25 @@ def _route(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
             groups=moe.num_groups,
             chosen=moe.groups_per_token,
             normalise=moe.normalise_weights,
+            held=(0, moe.num_experts // ranks.ep),
         )
+    ]
+
+
+def _router(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    experts, shared = arch.moe.num_experts, arch.moe.shared_intermediate // ranks.tp
+    outs = {f"{experts} + 2 * {shared}": experts + 2 * shared, f"{experts}": experts}
+    return [
+        case(name, T=load.tokens, out=out, width=arch.hidden, format="bf16")
+        for name, out in outs.items()
+    ]
+
+
+def _route_activate(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    width = arch.moe.shared_intermediate // ranks.tp
+    return [
+        case(f"{routed.name}, shared {width}", **routed.values, F=width)
+        for routed in _route(arch, ranks, load)
     ]
 
 
@@ -172,6 +190,7 @@ def _experts(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
         "down_format": "nvfp4",
         "shared": True,
         "residual": True,
+        "dropped": 0.0,
     }
     is_plain = load.tokens_per_expert is None and load.routing == "random" and ranks.ep == 1
     if is_plain:
@@ -260,7 +279,9 @@ _RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
     "rope": _rope,
     "linear": _linear,
     "activation": _activation,
+    "router": _router,
     "route": _route,
+    "route_activate": _route_activate,
     "sort_tokens": _sort_tokens,
     "experts": _experts,
     "reduce_experts": _reduce_experts,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tetrad.formats.checkpoint import Checkpoint
 from tetrad.formats.weights import DenseWeight, Weight
+from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.weights import ExpertWeights
 from tetrad.kernels.select import OpSet
 
@@ -39,6 +41,22 @@ class WeightLedger:
         total.memory_bytes += memory_bytes
 
 
+class StoredWeights(Protocol):
+    """What a layer asks of a `Checkpoint`."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that is never quantised."""
+        ...
+
+    def linear(self, module: str, shape: tuple[int, int]) -> Weight:
+        """A linear's weight [out, in]."""
+        ...
+
+    def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
+        """Several of them, stacked."""
+        ...
+
+
 @dataclass(frozen=True)
 class WeightSource:
     """A checkpoint seen from one module: names are relative to `prefix`.
@@ -47,7 +65,7 @@ class WeightSource:
     CheckpointError when the tensor is missing or has another shape.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: StoredWeights
     ops: OpSet
     dtype: torch.dtype
     """Of activations, and of dense weights in memory."""
@@ -77,16 +95,38 @@ class WeightSource:
 
     def linear(self, name: str, out: int, width: int, dtype: torch.dtype | None = None) -> Weight:
         """A linear's weight, prepared for `ops.linear` with inputs of `dtype`."""
-        stored = self.checkpoint.linear(self._full(name), (out, width))
-        prepared: Weight = self.ops.linear.prepare(stored, dtype or self.dtype)
-        self.ledger.add(stored.format_name, 1, stored.nbytes, prepared.nbytes)
+        return self.prepared([self.stored(name, out, width)], self.ops.linear, dtype)
+
+    def stored(self, name: str, out: int, width: int) -> Weight:
+        """A linear's weight as the checkpoint has it; `prepared` makes it ready for an op."""
+        return self.checkpoint.linear(self._full(name), (out, width))
+
+    def can_join(self, weights: Sequence[Weight]) -> bool:
+        """May `prepared` make one matrix of them? If all are dense and of one type, which that of
+        the activations holds: none is to be decoded or rounded for its neighbours' sake."""
+        (kind, *others) = {w.data.dtype if isinstance(w, DenseWeight) else None for w in weights}
+        return kind is not None and not others and self.dtype in (kind, torch.float32)
+
+    def prepared(
+        self, weights: Sequence[Weight], op: Backend, dtype: torch.dtype | None = None
+    ) -> Weight:
+        """One weight, or several that `can_join` as one above the other, prepared for `op` with
+        inputs of `dtype` (default: the activations')."""
+        joined = weights[0]
+        if len(weights) > 1:
+            joined = DenseWeight(torch.cat([part.tensors()["data"] for part in weights]))
+        prepared: Weight = op.prepare(joined, dtype or self.dtype)
+        for part in weights:
+            share = prepared.nbytes * part.shape[0] // joined.shape[0]
+            self.ledger.add(part.format_name, 1, part.nbytes, share)
         return prepared
 
-    def experts(self, num_experts: int, hidden: int, intermediate: int) -> object:
-        """The experts below this prefix, prepared for `ops.experts`."""
-        gate = self._stack("gate_proj", num_experts, intermediate, hidden)
-        up = self._stack("up_proj", num_experts, intermediate, hidden)
-        down = self._stack("down_proj", num_experts, hidden, intermediate)
+    def experts(self, held: range, hidden: int, intermediate: int) -> object:
+        """Some of the experts below this prefix, prepared for `ops.experts`."""
+        num_experts = len(held)
+        gate = self._stack("gate_proj", held, intermediate, hidden)
+        up = self._stack("up_proj", held, intermediate, hidden)
+        down = self._stack("down_proj", held, hidden, intermediate)
         prepared = self.ops.experts.prepare(ExpertWeights(gate, up, down), self.dtype)
         left, stored_left = prepared.nbytes, gate.nbytes + up.nbytes + down.nbytes
         for stack in (gate, up, down):
@@ -95,8 +135,8 @@ class WeightSource:
             left, stored_left = left - share, stored_left - stack.nbytes
         return prepared
 
-    def _stack(self, name: str, num_experts: int, out: int, width: int) -> Weight:
-        modules = [self._full(f"{expert}.{name}") for expert in range(num_experts)]
+    def _stack(self, name: str, held: range, out: int, width: int) -> Weight:
+        modules = [self._full(f"{expert}.{name}") for expert in held]
         return self.checkpoint.linears(modules, (out, width))
 
     def _dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

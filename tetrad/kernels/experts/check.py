@@ -23,6 +23,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         ids = draw.dealt(case["rows_per_expert"])
     else:
         ids = draw.choices(tokens, case["used"], case["K"])
+    if case["dropped"]:
+        ids = ids.masked_fill(draw.uniform(*ids.shape) < case["dropped"], -1)
     return {
         "x": draw.normal(tokens, hidden),
         "weight": ExpertWeights(
@@ -50,6 +52,8 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
             out += added.cpu().double()
     for token, experts in enumerate(inputs["ids"].tolist()):
         for slot, expert in enumerate(experts):
+            if expert < 0:
+                continue
             gated = gate[expert] @ x[token]
             hidden = gated / (1.0 + (-gated).exp()) * (up[expert] @ x[token])
             out[token] += slot_weights[token, slot] * (down[expert] @ hidden)

@@ -10,12 +10,14 @@ def touched_experts(case: Case) -> float:
     `rows_per_expert` names, where a case has it."""
     if "rows_per_expert" in case.values:
         return float(sum(count > 0 for count in case["rows_per_expert"]))
-    tokens, used, chosen = case["T"], case["used"], case["K"]
+    tokens, used = case["T"], case["used"]
+    chosen = case["K"] * (1.0 - case["dropped"])
     return float(used * (1.0 - (1.0 - chosen / used) ** tokens))
 
 
 def _flops(case: Case) -> float:
-    return float(6 * case["T"] * case["K"] * case["D"] * case["F"])
+    slots = case["T"] * case["K"] * (1.0 - case["dropped"])
+    return float(6 * slots * case["D"] * case["F"])
 
 
 def _bytes(case: Case, size: int) -> float:
@@ -27,7 +29,7 @@ def _bytes(case: Case, size: int) -> float:
 
 def _case(name: str, tokens: int, used: int, **values: object) -> Case:
     sizes = {"E": 8, "K": 2, "D": 32, "F": 48, "T": tokens, "used": used}
-    merged = sizes | {"format": "nvfp4", "shared": True, "residual": True} | values
+    merged = sizes | {"format": "nvfp4", "shared": True, "residual": True, "dropped": 0.0} | values
     return case(name, **({"down_format": merged["format"]} | merged))
 
 
@@ -39,7 +41,7 @@ CONTRACT = Contract(
         Argument(
             "weight", "[E, F, D] x 2, [E, D, F]", "weight", "gate, up and down of each expert"
         ),
-        Argument("ids", "[T, K]", "int64", "expert of each slot, from route"),
+        Argument("ids", "[T, K]", "int64", "expert of each slot; below 0: dropped"),
         Argument("slot_weights", "[T, K]", "float32", "weight of each slot, from route"),
         Argument("shared", "[T, D]", "activation", "the shared expert's output, added; or None"),
         Argument("residual", "[T, D]", "activation", "added last; or None"),
@@ -49,6 +51,7 @@ CONTRACT = Contract(
         _case("whole tiles", 5, used=2, E=3, D=512, F=384),
         _case("several tiles of one expert", 60, used=1, E=3, K=1, D=512, F=384, shared=False),
         _case("nvfp4 with empty experts", 5, used=6, residual=False),
+        _case("some dropped", 9, used=8, K=3, dropped=0.6),
         _case("one token", 1, used=8),
         _case("one expert has every token", 7, used=1, K=1),
         _case(

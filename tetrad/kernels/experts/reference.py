@@ -90,9 +90,10 @@ def run(
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     rows = x.index_select(0, order // num_slots)
-    done = torch.empty_like(rows, dtype=torch.float32)
-    start = 0
-    for expert, count in enumerate(flat.bincount(minlength=weight.num_experts).tolist()):
+    done = torch.zeros_like(rows, dtype=torch.float32)
+    num_dropped, *counts = (flat + 1).bincount(minlength=weight.num_experts + 1).tolist()
+    start = num_dropped
+    for expert, count in enumerate(counts):
         if count:
             done[start : start + count] = weight.apply(expert, rows[start : start + count])
             start += count

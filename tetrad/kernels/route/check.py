@@ -29,12 +29,14 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         "groups_per_token": case["chosen"],
         "normalise": case["normalise"],
         "scaling": 2.5,
+        "held": range(*case["held"]),
     }
 
 
 def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Per token: rank groups, rank experts, weigh."""
     bias = inputs["bias"].tolist()
+    held: range = inputs["held"]
     weights, ids = [], []
     for logits in inputs["logits"].tolist():
         scores = [1.0 / (1.0 + math.exp(-value)) for value in logits]
@@ -42,7 +44,7 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         allowed = _allowed(choice, inputs["num_groups"], inputs["groups_per_token"])
         best = sorted(allowed, key=lambda e: (-choice[e], e))[: inputs["experts_per_token"]]
         total = sum(scores[e] for e in best) if inputs["normalise"] else 1.0
-        ids.append(best)
+        ids.append([e - held.start if e in held else -1 for e in best])
         weights.append([scores[e] / total * inputs["scaling"] for e in best])
     return torch.tensor(weights, dtype=torch.float64), torch.tensor(ids)
 

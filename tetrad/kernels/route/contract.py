@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tetrad.kernels.contract import Argument, Contract, case
+from tetrad.kernels.contract import Argument, Case, Contract, case
+
+
+def _case(name: str, **values: object) -> Case:
+    return case(name, **({"held": (0, values["E"]), "groups": 1, "chosen": 1} | values))
+
 
 CONTRACT = Contract(
     name="route",
@@ -15,17 +20,25 @@ CONTRACT = Contract(
         Argument("groups_per_token", "", "int", "groups a token may choose from"),
         Argument("normalise", "", "bool", "divide the K weights by their sum"),
         Argument("scaling", "", "float", "multiplies the weights last"),
+        Argument("held", "", "range", "experts of this rank; None: all"),
     ),
     results=(
         Argument("weights", "[T, K]", "float32", "weight of each slot"),
-        Argument("ids", "[T, K]", "int64", "expert of each slot, best first; ties to the lower id"),
+        Argument(
+            "ids",
+            "[T, K]",
+            "int64",
+            "expert of each slot, counted from the first one held, best first; ties to the lower "
+            "id; -1: not held",
+        ),
     ),
     cases=(
-        case("groups and ties", T=6, E=16, K=3, groups=4, chosen=2, normalise=True),
-        case("one token", T=1, E=8, K=2, groups=1, chosen=1, normalise=True),
-        case("not normalised", T=5, E=9, K=4, groups=1, chosen=1, normalise=False),
-        case("glm", T=7, E=256, K=8, groups=1, chosen=1, normalise=True),
-        case("deepseek", T=7, E=256, K=8, groups=8, chosen=4, normalise=True),
+        _case("groups and ties", T=6, E=16, K=3, groups=4, chosen=2, normalise=True, held=(3, 11)),
+        _case("one token", T=1, E=8, K=2, normalise=True),
+        _case("not normalised", T=5, E=9, K=4, normalise=False),
+        _case("glm", T=7, E=256, K=8, normalise=True),
+        _case("glm, one rank of eight", T=7, E=256, K=8, normalise=True, held=(224, 256)),
+        _case("deepseek", T=7, E=256, K=8, groups=8, chosen=4, normalise=True),
     ),
     flops=lambda c: 6.0 * c["T"] * c["E"],
     bytes=lambda c, _size: 4.0 * (c["T"] * c["E"] + c["E"]) + 12.0 * c["T"] * c["K"],

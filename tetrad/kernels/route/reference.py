@@ -16,6 +16,7 @@ def run(
     groups_per_token: int,
     normalise: bool,
     scaling: float,
+    held: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3's auxiliary-loss-free routing; everything in fp32."""
     scores = logits.sigmoid()
@@ -26,6 +27,8 @@ def run(
     weights = scores.gather(1, ids)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if held is not None:
+        ids = (ids - held.start).masked_fill((ids < held.start) | (ids >= held.stop), -1)
     return weights * scaling, ids
 
 

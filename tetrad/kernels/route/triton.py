@@ -25,7 +25,7 @@ def _best_groups(choice, ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, CHOSEN: t
 
 
 @jit()
-def route_kernel(
+def route_token(
     logits,
     bias,
     weights,
@@ -35,18 +35,22 @@ def route_kernel(
     NUM_SLOTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
+    FIRST_HELD: tl.constexpr,
+    NUM_HELD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
-    """Scores lie in a tile [ROWS, COLUMNS], a group in each row. Equal ones: the first counts."""
-    token = tl.program_id(0).to(tl.int64)
+    """One token: `logits`, `weights` and `ids` point to its rows.
+
+    Scores lie in a tile [ROWS, COLUMNS], a group in each row. Equal ones: the first counts.
+    """
     group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group = tl.arange(0, ROWS)[:, None]
     member = tl.arange(0, COLUMNS)[None, :]
     expert = group * group_size + member
     is_real = (group < NUM_GROUPS) & (member < group_size)
-    logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=is_real, other=0.0)
+    logit = tl.load(logits + expert, mask=is_real, other=0.0)
     score = 1.0 / (1.0 + tl.exp(-logit))
     choice = score + tl.load(bias + expert, mask=is_real, other=0.0)
     # A NaN comes first, as in a sort, and shows in the weights.
@@ -67,10 +71,42 @@ def route_kernel(
     is_chosen = slot < NUM_SLOTS
     if NORMALISE:
         score = score / (tl.sum(tl.where(is_chosen, score, 0.0)) + 1e-20)
-    at = token * NUM_SLOTS + slot
-    chosen = place // COLUMNS * group_size + place % COLUMNS
-    tl.store(weights + at, score * scaling, mask=is_chosen)
-    tl.store(ids + at, chosen.to(tl.int64), mask=is_chosen)
+    chosen = place // COLUMNS * group_size + place % COLUMNS - FIRST_HELD
+    chosen = tl.where((chosen >= 0) & (chosen < NUM_HELD), chosen, -1)
+    tl.store(weights + slot, score * scaling, mask=is_chosen)
+    tl.store(ids + slot, chosen.to(tl.int64), mask=is_chosen)
+
+
+@jit()
+def route_kernel(
+    logits,
+    bias,
+    weights,
+    ids,
+    scaling,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    FIRST_HELD: tl.constexpr,
+    NUM_HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    """A program per token; see `route_token`."""
+    token = tl.program_id(0).to(tl.int64)
+    at = token * NUM_SLOTS
+    route_token(
+        logits + token * NUM_EXPERTS, bias, weights + at, ids + at, scaling,
+        NUM_EXPERTS, NUM_SLOTS, NUM_GROUPS, CHOSEN_GROUPS, FIRST_HELD, NUM_HELD,
+        ROWS, COLUMNS, NORMALISE,
+    )  # fmt: skip
+
+
+def num_warps_of(num_scores: int) -> int:
+    """Warps that hold one token's scores."""
+    return 1 if num_scores <= 512 else 4
 
 
 def run(
@@ -81,6 +117,7 @@ def run(
     groups_per_token: int,
     normalise: bool,
     scaling: float,
+    held: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`logits` must be contiguous."""
     assert logits.is_contiguous()
@@ -88,6 +125,7 @@ def run(
     weights = logits.new_empty(num_tokens, experts_per_token)
     ids = logits.new_empty(num_tokens, experts_per_token, dtype=torch.int64)
     rows, columns = next_power_of_2(num_groups), next_power_of_2(num_experts // num_groups)
+    held = range(num_experts) if held is None else held
     route_kernel[(num_tokens,)](
         logits,
         bias,
@@ -98,10 +136,12 @@ def run(
         experts_per_token,
         num_groups,
         groups_per_token,
+        held.start,
+        len(held),
         rows,
         columns,
         normalise,
-        num_warps=1 if rows * columns <= 512 else 4,
+        num_warps=num_warps_of(rows * columns),
     )
     return weights, ids
 

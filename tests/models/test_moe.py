@@ -1,0 +1,206 @@
+"""A block of experts: what it launches, and when its products are joined."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.factories import TINY_GLM
+from tetrad.bench.kernels_breakdown import breakdown
+from tetrad.core.arch import ModelArch
+from tetrad.formats import nvfp4
+from tetrad.formats.weights import DenseWeight, Weight, stack
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.registry import OPS
+from tetrad.kernels.select import OP_NAMES, OpSet, resolve_ops
+from tetrad.kernels.timer import CudaTimer
+from tetrad.layers.moe import JoinedFront, Moe, SeparateFront
+from tetrad.layers.source import WeightLedger, WeightSource
+
+ARCH = ModelArch.from_config(TINY_GLM)
+LAUNCHES = {"experts": 4}
+"""Of a backend on a GPU, where it is not 1: sort, two grouped products, sum."""
+
+
+class Stored:
+    """Random weights, the same for a name each time; those that begin as `quantised` are NVFP4."""
+
+    def __init__(self, *quantised: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.quantised, self.dtype = quantised, dtype
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=seeded(name)) * 0.1
+
+    def linear(self, module: str, shape: tuple[int, int]) -> Weight:
+        matrix = torch.randn(shape, generator=seeded(module)) * shape[1] ** -0.5
+        if module.startswith(self.quantised):
+            return nvfp4.quantize(matrix)
+        return DenseWeight(matrix.to(self.dtype))
+
+    def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
+        return stack([self.linear(module, shape) for module in modules])
+
+
+def seeded(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+class OnDevice(Stored):
+    """The same on the GPU."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return super().tensor(name, shape).cuda()
+
+    def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
+        return super().linears(modules, shape).to("cuda")
+
+    def linear(self, module: str, shape: tuple[int, int]) -> Weight:
+        return super().linear(module, shape).to("cuda")
+
+
+def torch_ops() -> OpSet:
+    return OpSet(**{name: OPS[name].backends["torch"] for name in OP_NAMES}, choices=())
+
+
+def block(
+    stored: Stored, ops: OpSet | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> Moe:
+    return Moe(ARCH, WeightSource(stored, ops or torch_ops(), dtype, WeightLedger()), **options)
+
+
+class Recorder(TorchDispatchMode):
+    """Which ops a call makes, and which of torch's functions it calls outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.torch: list[str] = []
+        self.depth = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.depth:
+            self.torch.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    def wrapped(self, ops: OpSet) -> OpSet:
+        wrapped: dict[str, Any] = {name: self._wrap(name, ops) for name in OP_NAMES}
+        return replace(ops, **wrapped)
+
+    def _wrap(self, name: str, ops: OpSet) -> Backend:
+        backend: Backend = getattr(ops, name)
+
+        def run(*args: Any) -> Any:
+            self.ops.append(name)
+            self.depth += 1
+            try:
+                return backend.run(*args)
+            finally:
+                self.depth -= 1
+
+        return replace(backend, run=run)
+
+
+def recorded(stored: Stored) -> Recorder:
+    seen = Recorder()
+    moe = block(stored, seen.wrapped(torch_ops()))
+    x, residual = rows()
+    with seen:
+        moe(x, residual)
+    return seen
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    x, residual = torch.randn(2, 5, ARCH.hidden, generator=seeded("rows"))
+    return x, residual
+
+
+def test_a_block_takes_seven_launches():
+    """Not a cast, copy or addition between them; `experts` launches four on a GPU."""
+    seen = recorded(Stored("experts."))
+    assert seen.ops == ["router", "route_activate", "linear", "experts"]
+    assert seen.torch == []
+    assert sum(LAUNCHES.get(name, 1) for name in seen.ops) == 7
+
+
+def test_a_quantised_shared_expert_stands_apart():
+    for name in ("shared_experts.gate", "shared_experts"):
+        seen = recorded(Stored(name))
+        assert seen.ops == [
+            "router",
+            "route",
+            "linear",
+            "linear",
+            "activation",
+            "linear",
+            "experts",
+        ]
+        assert seen.torch == []
+
+
+def test_joined_products_give_what_separate_ones_give(monkeypatch: pytest.MonkeyPatch):
+    stored, (x, residual) = Stored("experts."), rows()
+    joined = block(stored)
+    monkeypatch.setattr(WeightSource, "can_join", lambda self, weights: False)
+    separate = block(stored)
+    assert isinstance(joined.front, JoinedFront)
+    assert isinstance(separate.front, SeparateFront)
+    torch.testing.assert_close(joined(x, residual), separate(x, residual))
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "front"),
+    [
+        (torch.bfloat16, torch.bfloat16, JoinedFront),
+        (torch.bfloat16, torch.float32, JoinedFront),
+        (torch.float32, torch.float32, JoinedFront),
+        (torch.float32, torch.bfloat16, SeparateFront),
+    ],
+)
+def test_a_router_is_not_rounded_to_be_joined(stored: torch.dtype, dtype: torch.dtype, front: Any):
+    moe = block(Stored(dtype=stored), dtype=dtype)
+    assert isinstance(moe.front, front)
+    weight = moe.front.weight.dequantize(torch.float32)[: ARCH.moe.num_experts]
+    exact = Stored(dtype=stored).linear("gate", (ARCH.moe.num_experts, ARCH.hidden))
+    assert torch.equal(weight, exact.dequantize(torch.float32))
+
+
+def test_ranks_that_hold_some_experts_add_up_to_the_whole():
+    """Each rank adds the shared expert, and a residual of zero."""
+    stored, (x, _) = Stored(), rows()
+    nothing = torch.zeros_like(x)
+    whole = block(stored)(x, nothing)
+    ranks = [block(stored, held=range(first, first + 2)) for first in range(0, 8, 2)]
+    parts = [rank(x, nothing) for rank in ranks]
+    assert ARCH.moe.num_experts == 8
+    alone = ranks[0].down(ranks[0].front(x)[2])
+    torch.testing.assert_close(sum(parts) - 3 * alone, whole, rtol=1e-5, atol=1e-5)
+    assert float((parts[0] - whole).abs().max()) > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 512])
+def test_a_block_takes_seven_launches_on_a_gpu(num_tokens: int):
+    """cuBLAS may add one to a product whose sum it splits."""
+    moe_arch = replace(ARCH.moe, intermediate=512, shared_intermediate=512)
+    arch = replace(ARCH, hidden=1024, moe=moe_arch)
+    place = torch.device("cuda")
+    source = WeightSource(
+        OnDevice("experts."), resolve_ops("cuda", dtype=torch.bfloat16), torch.bfloat16,
+        WeightLedger(),
+    )  # fmt: skip
+    moe = Moe(arch, source)
+    x, residual = torch.randn(2, num_tokens, arch.hidden, device=place).bfloat16()
+    timer = CudaTimer(place)
+    found = timer.time([lambda: moe(x, residual)], 0.05)
+    assert found.method == "graph", found.note
+    names = [launch.name for launch in breakdown(lambda: moe(x, residual), timer.flush)]
+    splits = [name for name in names if "splitk" in name.lower()]
+    assert found.launches is not None
+    assert found.launches - len(splits) <= 7, names
