@@ -9,7 +9,7 @@ import torch
 
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels.backend import Backend, Op
-from tetrad.kernels.canary import try_case
+from tetrad.kernels.canary import tolerance_of, try_case
 from tetrad.kernels.contract import Case
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.experts.reference import StoredExperts
@@ -38,7 +38,7 @@ def test_op(op: Op, backend: Backend, case: Case, dtype: torch.dtype, device: st
     here: DeviceSnapshot = snapshot(device)
     if (refusal := backend.why_not(here)) is not None:
         pytest.skip(refusal)
-    tolerance = op.contract.tolerance[str(dtype).removeprefix("torch.")]
+    tolerance = tolerance_of(op, backend, dtype)
     results = try_case(op, backend, case, dtype, torch.device(device))
     assert len(results) == len(op.contract.results)
     for result in results:

@@ -12,7 +12,7 @@ import torch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import UnsupportedError
 from tetrad.kernels import canary as canary_module
-from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.backend import Backend, Op, Rounding
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
@@ -36,8 +36,9 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     assert rows["experts"]["reason"] == "asked for"
     assert rows["mla"] == {
         "op": "mla", "backend": "torch", "reason": "the only one", "refusals": {},
-        "times_us": {}, "regimes": (),
+        "times_us": {}, "regimes": (), "notes": {},
     }  # fmt: skip
+    assert rows["experts"]["notes"]["flashinfer_trtllm"] == "not run on hardware"
     assert ops.rope is OPS["rope"].backends["torch"]
 
 
@@ -72,6 +73,46 @@ def test_a_forced_backend_that_refuses_says_why_and_what_would_work():
     """Only what runs here is offered."""
     with pytest.raises(UnsupportedError, match=r"rope.*a: needs four legs\. 'b' or 'auto' would"):
         choose(op_with("a", "b", "c"), "a", HERE, refuse(a="needs four legs.", c="too new"))
+
+
+def rounding_op() -> Op:
+    """Its backend "b" rounds on the way."""
+    op = op_with("a", "b", "c")
+    rounds = Rounding("cuts corners", op.check.expected, {"float32": 0.0}, deviation=0.0)
+    rounded = replace(op.backends["b"], name="b", rounding=rounds)
+    return replace(op, backends={**op.backends, "b": rounded})
+
+
+def test_auto_leaves_alone_what_rounds_on_the_way():
+    """It is not even tried out: that may compile for minutes."""
+    choice = choose(rounding_op(), "auto", HERE, refuse(a="needs four legs", b="was tried"))
+    assert choice.backend == "c"
+    assert choice.refusals["b"].startswith("cuts corners, so it has to be asked for")
+    assert choose(rounding_op(), "b", HERE, refuse()).backend == "b"
+    with pytest.raises(UnsupportedError, match=r"a: needs four legs\. 'c' or 'auto' would work"):
+        choose(rounding_op(), "a", HERE, refuse(a="needs four legs"))
+
+
+def test_the_flag_that_asks_for_it_is_named():
+    """Every experts backend of four-bit activations can run on this pretended GPU."""
+    op = OPS["experts"]
+    rounds = {name: each for name, each in op.backends.items() if each.rounding is not None}
+    able = {name: replace(each, why_not=lambda _device: None) for name, each in rounds.items()}
+    backends = {**able, "torch": op.backends["torch"]}
+    choice = choose(replace(op, backends=backends), "auto", HERE, refuse())
+    assert rounds
+    for name in rounds:
+        assert f"asked for: --moe-runner-backend {name}" in choice.refusals[name]
+
+
+def test_what_rounds_is_checked_against_the_same_rounding():
+    op = rounding_op()
+    assert canary(op, op.backends["b"], torch.float32, CPU) is not None
+    wide = Rounding("cuts corners", op.check.expected, {"float32": 1e-5}, deviation=0.0)
+    assert canary(op, replace(op.backends["b"], rounding=wide), torch.float32, CPU) is None
+    elsewhere = replace(wide, expected=lambda inputs: (op.check.expected(inputs)[0] + 1,))
+    backend = replace(op.backends["b"], rounding=elsewhere)
+    assert "wrong numbers" in str(canary(op, backend, torch.float32, CPU))
 
 
 def test_when_all_refuse_all_reasons_are_told():

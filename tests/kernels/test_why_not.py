@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from tests.house.source import ROOT
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels import triton_support
 from tetrad.kernels.registry import OPS
 
 CPU = None
 TURING, AMPERE, ADA, HOPPER = (7, 5), (8, 0), (8, 9), (9, 0)
-BLACKWELL, BLACKWELL_ULTRA, WORKSTATION = (10, 0), (10, 3), (12, 0)
-EVERYWHERE = (CPU, TURING, AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_ULTRA, WORKSTATION)
+BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK = (10, 0), (10, 3), (12, 0), (12, 1)
+EVERYWHERE = (CPU, TURING, AMPERE, ADA, HOPPER, BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK)
 FROM_AMPERE = EVERYWHERE[2:]
 
 RUNS_ON = {
@@ -20,6 +23,9 @@ RUNS_ON = {
     "gluon": (HOPPER,),
     "humming": FROM_AMPERE,
     "cublas": EVERYWHERE[1:],
+    "flashinfer_trtllm": (BLACKWELL, BLACKWELL_ULTRA),
+    "flashinfer_cutedsl": (BLACKWELL, BLACKWELL_ULTRA),
+    "flashinfer_cutlass": (BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK),
 }
 """With every optional package installed."""
 
@@ -44,6 +50,20 @@ def test_the_table(
     monkeypatch.setattr("tetrad.kernels.experts.gluon.gluon", object())
     sentence = OPS[op].backends[backend].why_not(device(capability))
     assert (sentence is None) == (capability in RUNS_ON[backend])
+
+
+def test_the_documented_table():
+    """docs/kernels.md has one line a backend of the experts, and a column for each GPU."""
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    (table,) = re.findall(r"\| backend \| 8\.0 .*?\n\n", text, re.DOTALL)
+    head, _, *rows = table.splitlines()[:-1]
+    columns = [tuple(map(int, name.split("."))) for name in re.findall(r"\d+\.\d", head)]
+    assert [capability for capability in columns if capability not in EVERYWHERE] == []
+    said = {row.split("`")[1]: re.findall(r"yes|no", row.split("`")[2]) for row in rows}
+    assert list(said) == list(OPS["experts"].backends)
+    for backend, cells in said.items():
+        runs = ["yes" if capability in RUNS_ON[backend] else "no" for capability in columns]
+        assert cells == runs, backend
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -30,6 +30,8 @@ class BackendState:
     reason: str
     """Why it was chosen, or ""."""
     check_ms: float
+    note: str
+    """What whoever chooses it should know, or ""."""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,13 @@ def _examine_backends(found: Diagnosis) -> None:
             is_chosen = backend.name == chosen
             found.backends.append(
                 BackendState(
-                    name, backend.name, is_chosen, sentence, reason if is_chosen else "", check_ms
+                    name,
+                    backend.name,
+                    is_chosen,
+                    sentence,
+                    reason if is_chosen else "",
+                    check_ms,
+                    backend.note,
                 )
             )
 
@@ -196,7 +204,7 @@ def _backend_table(found: Diagnosis) -> Table:
             state.backend,
             "yes" if state.is_chosen else "",
             f"{state.check_ms:.1f} ms",
-            state.refusal or state.reason,
+            "; ".join(filter(None, (state.note, state.refusal or state.reason))),
         )
     return table
 

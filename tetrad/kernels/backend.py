@@ -22,6 +22,25 @@ def _as_stored(weight: Any, _dtype: torch.dtype) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a backend rounds on the way besides its results.
+
+    Its answers differ from those of the other backends by more than the contract allows, so `auto`
+    leaves it alone: who serves a model chooses its accuracy. It is checked against a float64 answer
+    that rounds at the same places.
+    """
+
+    meaning: str
+    """Completes "this backend ..."."""
+    expected: Callable[[dict[str, Any]], tuple[Tensor, ...]]
+    """As `Check.expected`, rounding where the backend does."""
+    tolerance: Mapping[str, float]
+    """Activation dtype → largest relative L2 error against `expected`."""
+    deviation: float
+    """Largest relative L2 error against the op's exact answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """One way to compute an op. Calling the backend runs it."""
 
@@ -36,6 +55,10 @@ class Backend:
     issued_flops: Callable[[Mapping[str, Any]], float | None] | None = None
     """Floating-point operations of a call with these arguments (prepared), padding included; None
     where it cannot tell."""
+    rounding: Rounding | None = None
+    """None: nothing but the results."""
+    note: str = ""
+    """What whoever chooses the backend should know, shown wherever it is listed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

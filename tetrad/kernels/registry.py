@@ -15,6 +15,9 @@ from tetrad.kernels.activation import triton as activation_triton
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.experts import check as experts_check
 from tetrad.kernels.experts import contract as experts
+from tetrad.kernels.experts import flashinfer_cutedsl as experts_flashinfer_cutedsl
+from tetrad.kernels.experts import flashinfer_cutlass as experts_flashinfer_cutlass
+from tetrad.kernels.experts import flashinfer_trtllm as experts_flashinfer_trtllm
 from tetrad.kernels.experts import gluon as experts_gluon
 from tetrad.kernels.experts import humming as experts_humming
 from tetrad.kernels.experts import reference as experts_torch
@@ -90,7 +93,17 @@ OPS: Mapping[str, Op] = {
         _op(route, route_check, route_triton, route_torch),
         _op(route_activate, route_activate_check, route_activate_triton, route_activate_torch),
         _op(sort_tokens, sort_tokens_check, sort_tokens_triton, sort_tokens_torch),
-        _op(experts, experts_check, experts_gluon, experts_triton, experts_humming, experts_torch),
+        _op(
+            experts,
+            experts_check,
+            experts_gluon,
+            experts_triton,
+            experts_humming,
+            experts_flashinfer_trtllm,
+            experts_flashinfer_cutedsl,
+            experts_flashinfer_cutlass,
+            experts_torch,
+        ),
         _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),
         _op(store_latent, store_latent_check, store_latent_triton, store_latent_torch),
         _op(index_score, index_score_check, index_score_torch),

@@ -8,7 +8,7 @@ that cannot be used is an error that says what would work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class OpChoice:
     """Backend → tokens of a step → microseconds, where time decided."""
     regimes: tuple[Regime, ...] = ()
     """Which backend runs steps of which size, where that differs; `backend` then names them all."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Backend of this op → what whoever chooses it should know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,11 @@ def resolve_ops(
     if arch is not None and here.kind == "cuda":
         contest = Contest(arch, dtype, place, here, tell)
     choices = tuple(
-        choose(OPS[name], forced.get(name, "auto"), here, refusal, contest) for name in OP_NAMES
+        replace(
+            choose(OPS[name], forced.get(name, "auto"), here, refusal, contest),
+            notes={each.name: each.note for each in OPS[name].backends.values() if each.note},
+        )
+        for name in OP_NAMES
     )
     if contest is not None:
         contest.close()
@@ -121,7 +127,7 @@ def choose(
     contest: Contest | None = None,
 ) -> OpChoice:
     """The backend named `wanted`; for "auto" the first that `refusal` lets pass, or of all these
-    the one that wins `contest`."""
+    the one that wins `contest`, but none that rounds on the way."""
     name = op.contract.name
     if wanted != "auto" and wanted not in op.backends:
         raise UnsupportedError(
@@ -132,6 +138,9 @@ def choose(
     refusals: dict[str, str] = {}
     survivors: list[Backend] = []
     for backend in op.backends.values() if wanted == "auto" else (op.backends[wanted],):
+        if wanted == "auto" and backend.rounding is not None:
+            refusals[backend.name] = backend.why_not(here) or _left_alone(op, backend)
+            continue
         if (sentence := refusal(op, backend)) is not None:
             refusals[backend.name] = sentence
             continue
@@ -151,7 +160,7 @@ def choose(
     others = [
         other.name
         for other in op.backends.values()
-        if other.name not in refusals and refusal(op, other) is None
+        if other.name not in refusals and other.rounding is None and refusal(op, other) is None
     ]
     cure = f" {_listed(others)} or 'auto' would work." if others else ""
     raise UnsupportedError(
@@ -166,6 +175,13 @@ def _asked(name: str, wanted: str) -> str:
         if op_name == name:
             return f"--{flag.replace('_', '-')} {wanted}: "
     return ""
+
+
+def _left_alone(op: Op, backend: Backend) -> str:
+    """Why "auto" does not take a backend that may run here."""
+    assert backend.rounding is not None
+    asked = _asked(op.contract.name, backend.name).removesuffix(": ")
+    return f"{backend.rounding.meaning}, so it has to be asked for: {asked}"
 
 
 def _timed(name: str, outcome: Outcome, refusals: dict[str, str]) -> OpChoice:

@@ -81,18 +81,21 @@ def _held(name: str, held: dict[str, int]) -> str:
 
 
 def _kernels(backends: list[dict[str, Any]]) -> list[str]:
-    """Ops by backend, then ops by refusal."""
+    """Ops by backend; then, for each sentence, the backends that it keeps from the same ops."""
     ops: dict[str, list[str]] = {}
     refused: dict[tuple[str, str], list[str]] = {}
     for choice in backends:
         ops.setdefault(choice["backend"], []).append(choice["op"])
         for backend, reason in choice["refusals"].items():
             refused.setdefault((backend, reason), []).append(choice["op"])
+    alike: dict[tuple[str, str], list[str]] = {}
+    for (backend, reason), names in refused.items():
+        alike.setdefault((", ".join(names), reason), []).append(backend)
     return [
         *(f"  kernels  {backend}: {', '.join(names)}" for backend, names in ops.items()),
         *(
-            f"           not {backend} for {', '.join(names)}: {reason}"
-            for (backend, reason), names in refused.items()
+            f"           not {', '.join(names)} for {listed}: {reason}"
+            for (listed, reason), names in alike.items()
         ),
     ]
 
