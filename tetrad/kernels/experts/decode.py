@@ -90,6 +90,37 @@ lop3.b32 pair7, moved, 0x00C000C0, sign, 0xEA;
 """
 
 
+@functools.cache
+def decode_fp8_ptx(has_bf16_mul: bool) -> str:
+    """PTX from one 64-bit word (8 e4m3 codes, as `packing_fp8.py` lays them out) to 8 bf16 weights.
+
+    10 integer operations and 4 multiplications. $8 is the word; `scale0` is 2^120 twice, the factor
+    between the exponents of e4m3 and bf16. `has_bf16_mul`: the target has `mul.bf16x2`.
+    """
+    words = "\n".join(
+        f"""
+and.b32 pair{2 * half}, word{half}, 0x87F087F0;
+shl.b32 up, word{half}, 4;
+shr.b32 down, word{half}, 4;
+and.b32 down, down, 0x07000700;
+lop3.b32 pair{2 * half + 1}, up, 0x80F080F0, down, 0xEA;"""
+        for half in range(2)
+    )
+    products = "\n".join(_times(f"pair{i}", "scale0", has_bf16_mul) for i in range(4))
+    stores = "\n".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, pair{i};" for i in range(4))
+    return f"""
+{{
+.reg .b32 word<2>, up, down, minus_zero, scale0, pair<4>;
+mov.b32 minus_zero, 0x80008000;
+mov.b32 scale0, 0x7B807B80;
+mov.b64 {{word0, word1}}, $8;
+{words}
+{products}
+{stores}
+}}
+"""
+
+
 GATED_PTX = constexpr("""
 {
 .reg .f32 power;
