@@ -100,6 +100,19 @@ def _cuobjdump() -> str:
     return str(knobs.nvidia.cuobjdump.path)
 
 
+def ptxas_complaints(kernel: Compiled, folder: Path) -> list[str]:
+    """Warnings of ptxas for sm_90a; C75xx says that it made wgmma wait where it need not."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.ptx)
+    told = subprocess.run(
+        [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"],
+        capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+    return re.findall(r"C7\d\d\d.*", told)
+
+
 def run_interpreted(file: Path, *arguments: str) -> None:
     """Run the tests of a file in a process where Triton interprets kernels instead of compiling.
 

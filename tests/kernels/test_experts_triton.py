@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.kernels.compile_helpers import CAPABILITIES, Compiled, compile_launches, run_interpreted
+from tests.kernels.compile_helpers import (
+    CAPABILITIES,
+    Compiled,
+    compile_launches,
+    ptxas_complaints,
+    run_interpreted,
+)
 from tests.kernels.experts import draw_experts
 from tetrad.core.errors import UnsupportedError
 from tetrad.kernels.experts import gluon as gluon_backend
@@ -74,19 +79,6 @@ def compile_both(
     return compile_launches(launch, capability, folder, monkeypatch)
 
 
-def complaints(kernel: Compiled, folder: Path) -> list[str]:
-    """Warnings of ptxas for sm_90a; C75xx says that it made wgmma wait where it need not."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    source = folder / "kernel.ptx"
-    source.write_text(kernel.ptx)
-    told = subprocess.run(
-        [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"],
-        capture_output=True, text=True, check=True,
-    ).stderr  # fmt: skip
-    return re.findall(r"C7\d\d\d.*", told)
-
-
 @pytest.mark.parametrize(("product", "tile"), HOPPER_CASES)
 def test_hopper_keeps_weights_in_registers(
     product: Callable[..., None],
@@ -102,7 +94,7 @@ def test_hopper_keeps_weights_in_registers(
         assert left_operands
         assert set(left_operands) == {"{"}
         assert "mma.sync" not in kernel.ptx
-        assert not complaints(kernel, tmp_path)
+        assert not ptxas_complaints(kernel, tmp_path)
         assert kernel.stack_bytes <= MAX_STACK_BYTES
         assert kernel.shared_bytes <= tile.shared_bytes((9, 0), is_packed=True)
 

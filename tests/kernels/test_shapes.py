@@ -48,7 +48,7 @@ def test_ranks_divide_what_they_should():
     assert first("experts", Ranks(tp=8, ep=2), whole)["F"] == 512
     assert first("experts", Ranks(ep=8), whole)["F"] == 2048
     assert first("mla", shared, whole)["H"] == 8
-    assert first("linear", shared, whole)["width"] == 2048
+    assert first("linear", shared, whole)["out"] == 256
 
 
 def test_large_steps_are_prompts():
@@ -127,3 +127,11 @@ def test_quick_weights_have_gain_one_and_use_every_code(stored: str, num: int):
         codes = weight.tensors()["codes"]
         assert set((codes & 15).unique().tolist()) == set(range(16))
         assert set((codes >> 4).unique().tolist()) == set(range(16))
+
+
+def test_linears_come_in_every_format_a_quantised_one_first():
+    cases = cases_for("linear", GLM, Ranks(), Load(8))
+    assert cases[0]["format"] == "nvfp4"
+    assert {case["format"] for case in cases} == {"nvfp4", "fp8_block", "bf16"}
+    sizes = {(case["out"], case["width"]) for case in cases if case["format"] == "fp8_block"}
+    assert {(2048, 6144), (6144, 2048), (12288, 6144)} <= sizes

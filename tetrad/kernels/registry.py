@@ -35,6 +35,7 @@ from tetrad.kernels.layer_norm import triton as layer_norm_triton
 from tetrad.kernels.linear import check as linear_check
 from tetrad.kernels.linear import contract as linear
 from tetrad.kernels.linear import reference as linear_torch
+from tetrad.kernels.linear import triton as linear_triton
 from tetrad.kernels.mla import check as mla_check
 from tetrad.kernels.mla import contract as mla
 from tetrad.kernels.mla import reference as mla_torch
@@ -87,7 +88,7 @@ OPS: Mapping[str, Op] = {
         _op(rms_norm, rms_norm_check, rms_norm_triton, rms_norm_torch),
         _op(layer_norm, layer_norm_check, layer_norm_triton, layer_norm_torch),
         _op(rope, rope_check, rope_triton, rope_torch),
-        _op(linear, linear_check, linear_torch),
+        _op(linear, linear_check, linear_triton, linear_torch),
         _op(activation, activation_check, activation_triton, activation_torch),
         _op(router, router_check, router_cublas, router_torch),
         _op(route, route_check, route_triton, route_torch),

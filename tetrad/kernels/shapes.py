@@ -15,6 +15,7 @@ import torch
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import ConfigError
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.formats.weights import NVFP4_BLOCK
 from tetrad.kernels.contract import Case, case
 
 Routing = Literal["uniform", "random", "skewed"]
@@ -67,8 +68,8 @@ class Load:
 
 
 def cases_for(op: str, arch: ModelArch, ranks: Ranks, load: Load) -> tuple[Case, ...]:
-    """The calls of `op` in one layer, the most typical first; () when the shapes of `op` do not
-    depend on a model."""
+    """The calls of `op` in one layer, first the one that tells backends apart best; () when the
+    shapes of `op` do not depend on a model."""
     if op not in _RULES:
         return ()
     found = _RULES[op](arch, ranks, load)
@@ -98,20 +99,25 @@ def _rope(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
 
 
 def _linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    """A quantised one first: dense ones go to cuBLAS in every backend."""
     mla, hidden = arch.mla, arch.hidden
     heads = mla.num_heads // ranks.tp
     shared = arch.moe.shared_intermediate // ranks.tp
+    quantised = ("nvfp4", "fp8_block", "bf16")
     matrices = {
-        "o": (hidden, heads * mla.v_dim, "bf16"),
-        "q_b": (heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank, "bf16"),
-        "q_a": (mla.q_lora_rank, hidden, "bf16"),
-        "kv_a": (mla.latent_dim, hidden, "bf16"),
-        "dense gate": (arch.dense_intermediate // ranks.tp, hidden, "bf16"),
-        "shared gate": (shared, hidden, "nvfp4"),
+        "shared gate": (shared, hidden, quantised),
+        "shared down": (hidden, shared, quantised),
+        "dense gate": (arch.dense_intermediate // ranks.tp, hidden, quantised),
+        "o": (hidden, heads * mla.v_dim, quantised),
+        "q_b": (heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank, ("bf16",)),
+        "q_a": (mla.q_lora_rank, hidden, ("bf16",)),
+        "kv_a": (mla.latent_dim, hidden, ("bf16",)),
     }
     return [
         case(f"{name}, {stored}", T=load.tokens, out=out, width=width, format=stored)
-        for name, (out, width, stored) in matrices.items()
+        for name, (out, width, formats) in matrices.items()
+        for stored in formats
+        if stored != "nvfp4" or width % NVFP4_BLOCK == 0
     ]
 
 

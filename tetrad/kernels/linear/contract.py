@@ -13,12 +13,15 @@ CONTRACT = Contract(
     ),
     results=(Argument("y", "[T, out]", "activation", "x @ weight^T"),),
     cases=(
+        case("nvfp4 in parts", T=3, out=200, width=1024, format="nvfp4"),
+        case("fp8 ragged blocks", T=3, out=200, width=136, format="fp8_block"),
         case("nvfp4", T=3, out=48, width=64, format="nvfp4"),
+        case("nvfp4 one token", T=1, out=96, width=160, format="nvfp4"),
+        case("nvfp4 several tiles of tokens", T=70, out=136, width=192, format="nvfp4"),
+        case("fp8 per tensor", T=3, out=40, width=72, format="fp8_tensor"),
+        case("fp8 odd sizes", T=17, out=37, width=51, format="fp8_block"),
         case("dense", T=3, out=48, width=64, format="bf16"),
         case("dense odd sizes", T=5, out=37, width=51, format="bf16"),
-        case("fp8 per tensor", T=3, out=40, width=72, format="fp8_tensor"),
-        case("fp8 ragged blocks", T=3, out=200, width=136, format="fp8_block"),
-        case("nvfp4 one token", T=1, out=96, width=160, format="nvfp4"),
     ),
     flops=lambda c: 2.0 * c["T"] * c["out"] * c["width"],
     bytes=lambda c, size: (
