@@ -6,11 +6,13 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tetrad.cli.bench_kernels import parts
-from tetrad.core.records import KernelTiming, LaunchTime
+from tetrad.bench import kernels_block
+from tetrad.cli.bench_kernels import figures, parts
+from tetrad.core.records import BlockTime, CallTime, KernelTiming, LaunchTime
 from tetrad.kernels.registry import OPS
 
 QUICK = ("bench", "kernels", "--device", "cpu", "--tokens", "1,8", "--budget-s", "5")
@@ -76,6 +78,8 @@ def test_the_shapes_of_a_config_file_and_of_a_preset(tetrad, tmp_path: Path):
         (["--ops", "expert"], "--ops expert: there is no such one"),
         (["--ops", "rms_nrm"], "Did you mean 'rms_norm'?"),
         (["--backends", "tritn"], "Did you mean 'triton'?"),
+        (["--ops", "moe_blok"], "Did you mean 'moe_block'?"),
+        (["--ops", "moe_block", "--routing", "uniform"], "a router does not deal tokens evenly"),
         (["--backends", "gluon", "--ops", "mla"], "none of the ops asked for has such a one; mla"),
         (["--model", "glm5"], "Did you mean 'glm-5'?"),
         (["--tokens", "1,x"], "--tokens 1,x: whole numbers from 1 on with commas"),
@@ -107,6 +111,45 @@ def test_a_plot(tetrad, tmp_path: Path):
     path = tmp_path / "roof.png"
     assert tetrad(*QUICK, "--ops", "rms_norm,linear", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_block_is_told_against_its_products(tetrad, monkeypatch):
+    """A CPU has no profiler for it: the second table comes from records."""
+    seen = BlockTime(grouped_us=100.0, ratio=2.5, target_us=127.0)
+    arguments = ("--ops", "moe_block", "--backends", "torch")
+    monkeypatch.setattr(kernels_block, "block_time", lambda launches, median_us: seen)
+    code, out, _ = tetrad(*QUICK, *arguments)
+    assert code == 0
+    lines = [line for line in out.splitlines() if "2.50" in line]
+    assert len(lines) == 2
+    assert all("100.0" in line and "127.0, m" in line for line in lines)
+    assert "against the two grouped products" in out
+
+
+def test_comparing_without_humming_is_one_sentence(tetrad, monkeypatch):
+    everything_else = SimpleNamespace(why_not=lambda _device: None)
+    monkeypatch.setattr("tetrad.kernels.experts.humming.triton_support", everything_else)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    backends = {name: OPS["experts"].backends[name] for name in ("humming", "torch")}
+    monkeypatch.setitem(OPS, "experts", replace(OPS["experts"], backends=backends))
+    code, out, _ = tetrad(*QUICK, "--ops", "experts", "--compare")
+    assert code == 0
+    told = [line for line in out.splitlines() if "humming" in line]
+    assert told == [
+        "experts by humming: refused: the package is not installed; `pip install humming-kernels` "
+        "installs it."
+    ]
+
+
+def test_what_was_compared_has_a_column():
+    row = KernelTiming.model_construct(
+        status="ok", time=CallTime.of([50.0], "graph", launches=7), tflops=1.0, tb_per_s=1.0,
+        share=0.5, bound="memory", plateau_share=0.25, over_humming=0.625, error=1e-3,
+        issued_flops=None,
+    )  # fmt: skip
+    assert figures(row, True)[-3:] == ("25 %", "62.5 %", "1.0e-03")
+    assert figures(row)[-2:] == ("25 %", "1.0e-03")
+    assert figures(row)[2] == "7"
 
 
 def test_parts_of_a_call_fit_a_line():

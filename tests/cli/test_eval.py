@@ -11,7 +11,8 @@ from aiohttp import web
 from tests.bench.mock_server import MockServer
 from tests.cli.conftest import beside
 from tetrad.bench.abacus_problems import KINDS, held_out_problems
-from tetrad.core.records import EvalRun, wilson
+from tetrad.bench.evaluate import wilson
+from tetrad.core.records import EvalRun
 
 
 class Pupil(MockServer):

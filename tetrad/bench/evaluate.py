@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from tetrad.bench.client import Client, Load, Trace, run_load
 from tetrad.bench.judge import error_message
 from tetrad.bench.measure import count_failures
 from tetrad.core.errors import BenchFailure
-from tetrad.core.records import EvalRun, Failure, KindScore, Mistake, wilson
+from tetrad.core.records import EvalRun, Failure, KindScore, Mistake
 
 PATIENCE_S = 10.0
 REQUEST_TIMEOUT_S = 600.0
@@ -156,3 +157,14 @@ def mistake(marked: Marked) -> Mistake:
         expected=marked.problem.expected,
         answer=marked.answer if failure is None else f"({failure.kind}: {failure.message})",
     )
+
+
+def wilson(correct: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share, 95 % by default; (0, 1) without any sample."""
+    if total == 0:
+        return 0.0, 1.0
+    share = correct / total
+    centre = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)

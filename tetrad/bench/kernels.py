@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tetrad import __version__
+from tetrad.bench import kernels_block, kernels_dense
 from tetrad.bench.kernels_breakdown import breakdown
 from tetrad.bench.kernels_ceilings import measure_ceilings
 from tetrad.bench.kernels_check import Arguments, Truth, truth_of
@@ -35,6 +36,15 @@ CEILINGS_SHARE = 0.1
 """Of the budget, for measuring the ceilings."""
 MOST_CEILINGS_S, MOST_CELL_S = 4.0, 1.0
 MOST_SETS = 4
+COMPARED = "humming"
+"""The backend that `compare` runs beside the others."""
+PRODUCTS = ("dense", "linear", "router", "experts", "moe_block")
+"""Ops whose rate is compared with that of large dense products."""
+
+
+def op_names() -> tuple[str, ...]:
+    """All that can be timed: large dense products first, since others are compared with them."""
+    return (kernels_dense.NAME, *OPS, kernels_block.NAME)
 
 
 @dataclass(frozen=True)
@@ -56,25 +66,54 @@ class KernelBench:
     command: str
     breakdown: bool = False
     """Ask the GPU's profiler for the launches of each call."""
+    compare: bool = False
+    """Also run Humming where an op has it, before the others."""
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """Op by op, shape by shape. An op whose shapes no model sets comes with its contract's."""
         found = []
         for name in self.ops:
-            op = OPS[name]
+            op = self.op(name)
+            if name == kernels_dense.NAME:
+                cases = kernels_dense.dense_cases(self.arch, self.dtype, snapshot(self.device))
+                found += [Cell(op, case, case["T"]) for case in cases]
+                continue
             loads = self.expert_loads if name == "experts" else self.loads
             shapes = [
                 Cell(op, case, step_tokens(self.arch, load))
                 for load in loads
-                for case in cases_for(name, self.arch, self.ranks, load)
+                for case in self._shapes(name, load)
             ]
             found += shapes or [Cell(op, case, _rows(case)) for case in op.contract.cases]
         return tuple(found)
 
+    def op(self, name: str) -> Op:
+        """One of `op_names`."""
+        return self._own_ops[name] if name in self._own_ops else OPS[name]
+
+    @cached_property
+    def _own_ops(self) -> dict[str, Op]:
+        block = kernels_block.block_op(self.arch)
+        return {kernels_dense.NAME: kernels_dense.DENSE, kernels_block.NAME: block}
+
+    def _shapes(self, name: str, load: Load) -> Iterable[Case]:
+        if name == kernels_block.NAME:
+            return kernels_block.block_cases(self.arch, self.ranks, load)
+        return cases_for(name, self.arch, self.ranks, load)
+
     def wanted(self, op: Op) -> list[Backend]:
-        """The op's backends that were asked for."""
-        return [b for b in op.backends.values() if not self.backends or b.name in self.backends]
+        """The op's backends that were asked for; the one to compare with comes first. Dense
+        products have cuBLAS, whoever is measured against them."""
+        if op is kernels_dense.DENSE:
+            return list(op.backends.values())
+        compared = (COMPARED,) if self.compare else ()
+        asked = [
+            backend
+            for name, backend in op.backends.items()
+            if not self.backends or name in (*self.backends, *compared)
+        ]
+        return sorted(asked, key=lambda backend: backend.name not in compared)
 
 
 @dataclass(frozen=True)
@@ -123,6 +162,8 @@ class _Bench:
     timer: Timer
     ceilings: Ceilings
     started_at: str
+    dense: list[float] = field(default_factory=list)
+    """TFLOP/s of dense products so far, in the activations' type."""
 
     @cached_property
     def device(self) -> Any:
@@ -137,8 +178,15 @@ class _Bench:
         except Exception as error:  # noqa: BLE001  # whatever a device refuses, the rest goes on
             yield from self.without_time(cell, "failed", f"making the inputs: {told(error)}")
             return
+        compared_us = None
         for backend in backends:
-            yield self._row(cell, backend, **self._try(backend, sets, truth, budget_s))
+            row = self._row(cell, backend, **self._try(backend, sets, truth, budget_s))
+            if row.time is not None and self.plan.compare:
+                if backend.name == COMPARED:
+                    compared_us = row.time.median_us
+                elif compared_us is not None:
+                    row = row.model_copy(update={"over_humming": row.time.median_us / compared_us})
+            yield row
 
     def without_time(self, cell: Cell, status: str, detail: str) -> Iterator[KernelTiming]:
         """The same status for every wanted backend."""
@@ -171,19 +219,22 @@ class _Bench:
             time_ = self.timer.time(calls, budget_s / len(self.plan.wanted(truth.op)))
         except Exception as error:  # noqa: BLE001  # a kernel may fail in any way; the row says how
             return {"status": "failed", "detail": told(error)}
+        issued = backend.issued_flops
+        clocks = _clocks(self.plan.device)
+        is_block = truth.op.contract.name == kernels_block.NAME
+        launches = self._breakdown(calls[0]) if self.plan.breakdown or is_block else []
         return {
             "status": "ok",
             "error": error,
             "time": time_,
-            "clocks": _clocks(self.plan.device),
-            "breakdown": self._breakdown(calls[0]),
-            "issued_flops": backend.issued_flops(calls[0].keywords)
-            if backend.issued_flops
-            else None,
+            "clocks": clocks,
+            "breakdown": launches,
+            "block": kernels_block.block_time(launches, time_.median_us) if is_block else None,
+            "issued_flops": issued(calls[0].keywords) if issued else None,
         }
 
     def _breakdown(self, call: Callable[[], object]) -> list[LaunchTime]:
-        if not self.plan.breakdown or not isinstance(self.timer, CudaTimer):
+        if not isinstance(self.timer, CudaTimer):
             return []
         return breakdown(call, self.timer.flush)
 
@@ -196,6 +247,17 @@ class _Bench:
         if name := op.contract.prepared:
             arguments = arguments | {name: backend.prepare(arguments[name], self.plan.dtype)}
         return partial(backend.run, **arguments)
+
+    def _against_dense(self, cell: Cell, tflops: float) -> dict[str, float]:
+        """The plateau so far and the share of it; {} for what is not a product."""
+        name = cell.op.contract.name
+        if name not in PRODUCTS:
+            return {}
+        is_plain = cell.case.values.get("format") == str(self.plan.dtype).removeprefix("torch.")
+        if name == kernels_dense.NAME and is_plain:
+            self.dense.append(tflops)
+        plateau = max(self.dense, default=self.ceilings.gemm_tflops)
+        return {"plateau_tflops": plateau, "plateau_share": tflops / plateau}
 
     def _tolerance(self, op: Op, backend: Backend) -> float:
         """Against the op's exact answer."""
@@ -217,6 +279,7 @@ class _Bench:
                 "tb_per_s": num_bytes / time.median_us / 1e6,
                 "share": floor_us / time.median_us,
             }
+            rates |= self._against_dense(cell, rates["tflops"])
         return KernelTiming(
             tetrad_version=__version__,
             started_at=self.started_at,
@@ -243,10 +306,12 @@ class _Bench:
 
 
 def _tokens_per_expert(cell: Cell) -> float | None:
-    if cell.op.contract.name != "experts":
+    """Slots that other ranks compute are not among them: a block's E is that of all ranks."""
+    if cell.op.contract.name not in ("experts", kernels_block.NAME):
         return None
     case = cell.case
-    return float(case["T"] * case["K"] / case["E"])
+    slots = case["T"] * case["K"] * (1.0 - case.values.get("dropped", 0.0))
+    return float(slots / case["E"])
 
 
 def _run_over_poison(op: Op, call: Callable[[], Any], spared: set[int]) -> tuple[Tensor, ...]:

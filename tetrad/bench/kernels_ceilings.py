@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tetrad.core.records import CallTime, Ceilings
+from tetrad.bench.kernels_stream import streams, whole
+from tetrad.core.records import Ceilings
 from tetrad.kernels.timer import Timer
 
 GPU_BYTES, CPU_BYTES = 2 << 30, 64 << 20
@@ -24,15 +25,15 @@ def measure_ceilings(
     if on_gpu:
         num_bytes = min(GPU_BYTES, torch.cuda.mem_get_info(device)[0] // FREE_SHARE)
     share_s = budget_s / 4
-    copy, read = _stream(timer, num_bytes, device, share_s)
+    copy_tb_per_s, read_tb_per_s = _stream(timer, num_bytes, device, share_s)
     edge = GPU_EDGE if on_gpu else CPU_EDGE
     left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
     product, number = torch.empty_like(left), torch.zeros((), device=device)
     gemm = timer.time([lambda: torch.mm(left, right, out=product)], share_s)
     launch = timer.time([lambda: number.add_(1.0)], share_s)
     return Ceilings(
-        copy_tb_per_s=2 * num_bytes / copy.median_us / 1e6,
-        read_tb_per_s=num_bytes / read.median_us / 1e6,
+        copy_tb_per_s=copy_tb_per_s,
+        read_tb_per_s=read_tb_per_s,
         gemm_tflops=2 * edge**3 / gemm.median_us / 1e6,
         launch_us=launch.median_us,
     )
@@ -40,12 +41,9 @@ def measure_ceilings(
 
 def _stream(
     timer: Timer, num_bytes: int, device: torch.device, share_s: float
-) -> tuple[CallTime, CallTime]:
-    """Copying and summing `num_bytes`."""
-    source = torch.ones(num_bytes // 4, device=device)
-    target, total = torch.empty_like(source), torch.empty((), device=device)
-    return (
-        # A kernel: `copy_` becomes a transfer node in a graph, which read 2.78 TB/s on an H200.
-        timer.time([lambda: torch.neg(source, out=target)], share_s),
-        timer.time([lambda: torch.sum(source, dim=0, out=total)], share_s),
-    )
+) -> tuple[float, float]:
+    """TB/s of copying about `num_bytes`, read and written, and of summing them."""
+    source = torch.ones(whole(num_bytes // 4), device=device)
+    copy, read = streams(source, torch.empty_like(source))
+    copy_us, read_us = (timer.time([call], share_s).median_us for call in (copy, read))
+    return 2 * source.nbytes / copy_us / 1e6, source.nbytes / read_us / 1e6

@@ -19,7 +19,12 @@ def _split(text: str) -> tuple[str, ...]:
 class BenchKernelsConfig(Config):
     """A run of the kernel timer. Lists are written with commas."""
 
-    ops: str = option("", "Ops to time, such as experts,route. Default: all.", group="What")
+    ops: str = option(
+        "",
+        "Ops to time, such as experts,route; dense are large products by cuBLAS, moe_block is a "
+        "whole block of experts. Default: all.",
+        group="What",
+    )
     backends: str = option(
         "", "Backends to time, such as triton,torch. Default: all of each op.", group="What"
     )
@@ -61,6 +66,11 @@ class BenchKernelsConfig(Config):
     )
     breakdown: bool = option(
         False, "Also list each call's launches with their times (GPU only).", group="Result"
+    )
+    compare: bool = option(
+        False,
+        "Also run Humming for the experts, and show how much of its time ours takes.",
+        group="Result",
     )
     output_file: Path | None = option(
         None, "Append one line of JSON for each row of the table.", group="Result"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from tetrad.core.arch import ModelArch
     from tetrad.core.records import KernelTiming
 
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 190
 """Columns of the table where there is no terminal to ask."""
 NAME_WIDTH = 40
 """Of a kernel's name; C++ ones would fill the screen."""
@@ -60,7 +61,7 @@ def _bench_kernels(config: BenchKernelsConfig) -> int:
 def _plan(config: BenchKernelsConfig) -> KernelBench:
     import torch
 
-    from tetrad.bench.kernels import KernelBench
+    from tetrad.bench.kernels import KernelBench, op_names
     from tetrad.kernels.registry import OPS
     from tetrad.kernels.shapes import Load, Ranks
 
@@ -71,16 +72,10 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
         )
     device = torch.device("cpu" if config.device == "cpu" or not has_cuda else "cuda")
     backends = dict.fromkeys(name for op in OPS.values() for name in op.backends)
-    _known("--ops", config.op_names, OPS)
+    _known("--ops", config.op_names, op_names())
     _known("--backends", config.backend_names, backends)
-    ops = config.op_names or tuple(OPS)
-    if config.backend_names and not any(
-        set(config.backend_names) & set(OPS[op].backends) for op in ops
-    ):
-        raise ConfigError(
-            f"--backends {config.backends}: none of the ops asked for has such a one; {ops[0]} has "
-            f"{', '.join(OPS[ops[0]].backends)}."
-        )
+    ops = config.op_names or op_names()
+    _some_backend(config, ops)
     name, arch = _model(config.model, device.type)
     ranks = Ranks(**config.rank_counts)
     ranks.check(arch)
@@ -107,7 +102,27 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
         budget_s=config.budget_s,
         command=shlex.join(["tetrad", *sys.argv[1:]]),
         breakdown=config.breakdown,
+        compare=config.compare,
     )
+
+
+def _some_backend(config: BenchKernelsConfig, ops: Sequence[str]) -> None:
+    """Refuse backends that none of the ops asked for has, and a block that no router routes."""
+    from tetrad.bench import kernels_block
+    from tetrad.kernels.registry import OPS
+
+    if kernels_block.NAME in config.op_names and config.routing == "uniform":
+        raise ConfigError(
+            f"--ops {kernels_block.NAME} --routing uniform: a router does not deal tokens evenly; "
+            "random and skewed work."
+        )
+    having = {**OPS, kernels_block.NAME: OPS["experts"]}
+    found = [having[op].backends for op in ops if op in having]
+    if config.backend_names and found and set(config.backend_names).isdisjoint(chain(*found)):
+        raise ConfigError(
+            f"--backends {config.backends}: none of the ops asked for has such a one; {ops[0]} has "
+            f"{', '.join(found[0])}."
+        )
 
 
 def _known(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
@@ -161,6 +176,8 @@ def _print(rows: list[KernelTiming]) -> None:
         f"read {ceilings.read_tb_per_s:.3g} TB/s, large product {ceilings.gemm_tflops:.3g} TFLOP/s;"
         f" a call that does nothing takes {ceilings.launch_us:.3g} µs."
     )
+    if blocks := _blocks(rows):
+        console.print(blocks)
     for row in rows:
         if row.breakdown:
             print(parts(row))
@@ -185,6 +202,36 @@ def remarks(rows: list[KernelTiming]) -> list[str]:
     return [f"{', '.join(names)}: {reason}." for reason, names in by_reason.items()]
 
 
+def _blocks(rows: list[KernelTiming]) -> Table | None:
+    """Whole blocks beside the grouped products in them; None without any."""
+    from rich.table import Table
+
+    found = [row for row in rows if row.block is not None and row.time is not None]
+    if not found:
+        return None
+    title = "From router to residual, against the two grouped products in it; target 1.15 x + 12 µs"
+    table = Table(title=title, title_justify="left")
+    for heading in ("shape", "tokens", "backend", "µs", "launches", "products", "ratio", "target"):
+        is_word = heading in ("shape", "backend")
+        table.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
+    for row in found:
+        assert row.block is not None
+        assert row.time is not None
+        missed_us = row.time.median_us - row.block.target_us
+        table.add_row(
+            row.case,
+            str(row.tokens),
+            row.backend,
+            f"{row.time.median_us:.1f}",
+            _count(row.time.launches),
+            f"{row.block.grouped_us:.1f}",
+            f"{row.block.ratio:.2f}",
+            f"{row.block.target_us:.1f}, "
+            + (f"missed by {missed_us:.1f}" if missed_us > 0 else "met"),
+        )
+    return table
+
+
 def _table(rows: list[KernelTiming]) -> Table:
     from rich.table import Table
 
@@ -197,6 +244,7 @@ def _table(rows: list[KernelTiming]) -> Table:
     for heading in ("tokens", "per expert"):
         table.add_column(heading, justify="right")
     table.add_column("backend")
+    is_compared = any(row.over_humming is not None for row in rows)
     for heading in (
         "µs",
         "p10 to p90",
@@ -205,6 +253,8 @@ def _table(rows: list[KernelTiming]) -> Table:
         "issued",
         "TB/s",
         "of ceiling",
+        "plateau",
+        *(["of humming"] if is_compared else []),
         "error",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -212,30 +262,42 @@ def _table(rows: list[KernelTiming]) -> Table:
         is_last = place + 1 == len(rows) or rows[place + 1].op != row.op
         per_expert = "" if row.tokens_per_expert is None else f"{row.tokens_per_expert:.3g}"
         table.add_row(
-            row.op, row.case, str(row.tokens), per_expert, row.backend, *figures(row),
+            row.op, row.case, str(row.tokens), per_expert, row.backend, *figures(row, is_compared),
             end_section=is_last,
         )  # fmt: skip
     return table
 
 
-def figures(row: KernelTiming) -> tuple[str, ...]:
+def figures(row: KernelTiming, is_compared: bool = False) -> tuple[str, ...]:
     """The right half of a table row. A cell without a time says why where the time would stand."""
+    compared = (_share(row.over_humming),) if is_compared else ()
     error = "" if row.error is None else f"{row.error:.1e}"
     if row.time is None:
         word = row.status.upper() if row.status in ("wrong", "failed") else row.status
-        return word, "", "", "", "", "", "", error
+        return word, "", "", "", "", "", "", "", *compared, error
     assert row.share is not None
     issued = row.issued_flops
     return (
         f"{row.time.median_us:.1f}",
         f"{row.time.p10_us:.1f} to {row.time.p90_us:.1f}",
-        "" if row.time.launches is None else str(row.time.launches),
+        _count(row.time.launches),
         _rate(row.tflops),
         "" if issued is None else _rate(issued / row.time.median_us / 1e6),
         _rate(row.tb_per_s),
         f"{100 * row.share:.0f} % {row.bound}",
+        _share(row.plateau_share),
+        *compared,
         error,
     )
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _share(value: float | None) -> str:
+    """In per cent."""
+    return "" if value is None else f"{100 * value:.3g} %"
 
 
 def _rate(value: float | None) -> str:

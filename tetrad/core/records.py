@@ -266,7 +266,7 @@ class Ceilings(Record):
     copy_tb_per_s: float
     """Device to device, bytes read and written."""
     read_tb_per_s: float
-    """Summing a long vector."""
+    """Reading a long vector."""
     gemm_tflops: float
     """A large square matrix product in the run's dtype."""
     launch_us: float
@@ -330,6 +330,17 @@ class LaunchTime(Record):
     us: float
 
 
+class BlockTime(Record):
+    """A block of experts against the least it consists of."""
+
+    grouped_us: float
+    """The two grouped products of the experts in the same run, by the GPU's profiler."""
+    ratio: float
+    """The block's median over these."""
+    target_us: float
+    """What the block may take: 1.15 times the products, and 12 µs more."""
+
+
 class KernelTiming(Record):
     """One op, one backend, one shape of `tetrad bench kernels`."""
 
@@ -378,14 +389,11 @@ class KernelTiming(Record):
     """Which ceiling binds."""
     share: float | None = None
     """The least time that the ceilings allow, over the median."""
-
-
-def wilson(correct: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share, 95 % by default; (0, 1) without any sample."""
-    if total == 0:
-        return 0.0, 1.0
-    share = correct / total
-    centre = share + z * z / (2 * total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    scale = 1 + z * z / total
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    plateau_tflops: float | None = None
+    """Of products only: the best large dense product of the run, in the activations' type."""
+    plateau_share: float | None = None
+    """`tflops` over the plateau."""
+    block: BlockTime | None = None
+    """Of a block of experts, where the GPU's profiler was asked."""
+    over_humming: float | None = None
+    """The median over Humming's in the same cell, where it was compared."""
