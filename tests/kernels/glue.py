@@ -62,7 +62,7 @@ def glm_case(name: str, num_tokens: int) -> Case:
             "groups": 1,
             "chosen": 1,
             "normalise": True,
-            "held": (32, 64),
+            "held": (0, 256),
         },
         "route_activate": {
             "E": 256,
