@@ -19,6 +19,8 @@ def difficult_rows(count: int, width: int) -> Tensor:
     x[1] *= 1e-6
     x[2, :16] = 0.0
     x[3, 3] = 300.0
+    for block, small in enumerate((3e-3, 1e-3, 5e-4, 1e-4), start=1):
+        x[3, 16 * block : 16 * block + 16] *= small  # scales that are subnormal, or smaller still
     x[4] *= 1e-38
     ties = torch.tensor(TIES).repeat(width // 8)
     x[5] = ties * torch.where(torch.arange(width) % 3 == 0, -1.0, 1.0) * 448

@@ -31,6 +31,7 @@ from tetrad.kernels.experts import (
     flashinfer_parts,
     flashinfer_trtllm,
 )
+from tetrad.kernels.experts.nvfp4_stacks import Nvfp4Experts
 from tetrad.kernels.experts.reference import DenseExperts
 from tetrad.kernels.experts.weights import ExpertWeights
 from tetrad.kernels.registry import OPS
@@ -254,7 +255,7 @@ def test_what_is_not_accepted_stays_with_torch(backend: Backend):
 def test_a_gate_of_zeros_does_not_divide():
     stored = OP.check.inputs(WHOLE[0], torch.bfloat16, CPU)["weight"]
     zero = replace(stored.gate, global_scale=torch.zeros_like(stored.gate.global_scale))
-    stacks = flashinfer_parts.Nvfp4Experts(zero, stored.up, stored.down)
+    stacks = Nvfp4Experts(zero, stored.up, stored.down)
     assert stacks.up_over_gate.tolist() == [1.0] * stored.num_experts
 
 

@@ -26,6 +26,7 @@ RUNS_ON = {
     "flashinfer_trtllm": (BLACKWELL, BLACKWELL_ULTRA),
     "flashinfer_cutedsl": (BLACKWELL, BLACKWELL_ULTRA),
     "flashinfer_cutlass": (BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK),
+    "triton_fp4": (BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK),
 }
 """With every optional package installed."""
 
@@ -48,6 +49,7 @@ def test_the_table(
     monkeypatch.setattr(triton_support, "triton", object())
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     monkeypatch.setattr("tetrad.kernels.experts.gluon.gluon", object())
+    monkeypatch.setattr("tetrad.kernels.experts.triton_fp4._triton_version", lambda: (3, 9))
     sentence = OPS[op].backends[backend].why_not(device(capability))
     assert (sentence is None) == (capability in RUNS_ON[backend])
 

@@ -22,6 +22,7 @@ from tetrad.kernels.experts import gluon as experts_gluon
 from tetrad.kernels.experts import humming as experts_humming
 from tetrad.kernels.experts import reference as experts_torch
 from tetrad.kernels.experts import triton as experts_triton
+from tetrad.kernels.experts import triton_fp4 as experts_triton_fp4
 from tetrad.kernels.index_score import check as index_score_check
 from tetrad.kernels.index_score import contract as index_score
 from tetrad.kernels.index_score import reference as index_score_torch
@@ -103,6 +104,7 @@ OPS: Mapping[str, Op] = {
             experts_flashinfer_trtllm,
             experts_flashinfer_cutedsl,
             experts_flashinfer_cutlass,
+            experts_triton_fp4,
             experts_torch,
         ),
         _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),

@@ -21,6 +21,7 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import flashinfer_parts as parts
 from tetrad.kernels.experts import reference
 from tetrad.kernels.experts.check_w4a4 import rounding
+from tetrad.kernels.experts.nvfp4_stacks import NOT_RUN, accepted
 from tetrad.kernels.experts.reference import DenseExperts, StoredExperts
 from tetrad.kernels.experts.triton_quantize import quantize_rows
 from tetrad.kernels.experts.weights import ExpertWeights
@@ -70,7 +71,7 @@ def why_not(device: DeviceSnapshot) -> str | None:
 
 def prepare(weight: ExpertWeights, dtype: torch.dtype) -> Prepared:
     """Lay out a layer's experts. What is not accepted stays with the plain torch backend."""
-    stacks = parts.accepted(weight, dtype, MULTIPLES)
+    stacks = accepted(weight, dtype, MULTIPLES)
     if stacks is None:
         return reference.prepare(weight, dtype)
     codes, scales = (_shuffled(_alternating(part)) for part in parts.joined(stacks))
@@ -153,6 +154,4 @@ def run(
     return parts.finished(y, shared, residual)
 
 
-BACKEND = Backend(
-    "flashinfer_trtllm", run, why_not, prepare, rounding=rounding(None), note=parts.NOT_RUN
-)
+BACKEND = Backend("flashinfer_trtllm", run, why_not, prepare, rounding=rounding(None), note=NOT_RUN)
