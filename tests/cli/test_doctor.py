@@ -24,9 +24,12 @@ def test_every_backend_is_reported_with_its_check(tetrad):
         assert chosen["refusal"] is None
         assert chosen["reason"]
         assert chosen["check_ms"] > 0
-    notes = {row["backend"]: row["note"] for row in found["backends"] if row["op"] == "experts"}
-    assert notes["flashinfer_cutlass"] == "not run on hardware"
-    assert notes["triton"] == ""
+    remarks = {
+        row["backend"]: row["remarks"] for row in found["backends"] if row["op"] == "experts"
+    }
+    for backend in ("flashinfer_cutlass", "triton_fp4"):
+        assert remarks[backend].startswith("not run on hardware; rounds activations to NVFP4")
+    assert remarks["triton"] == ""
     assert found["machine"]["packages"]["torch"] == torch.__version__
     assert found["model"]["weight_bytes"] > 0
 

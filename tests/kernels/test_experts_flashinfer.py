@@ -119,8 +119,9 @@ def trtllm(call: dict[str, Any]) -> None:
 
 
 def cutedsl(call: dict[str, Any]) -> None:
-    ids, x = call["token_selected_experts"], values(call["x"], call["x_sf"])
+    ids, x = call["token_selected_experts"], values(call["x"], call["x_sf"].squeeze(-1))
     assert ids.dtype == torch.int32
+    assert call["x_sf"].dtype == torch.uint8
 
     def matrix(codes: Tensor, scales: Tensor) -> Tensor:
         _, rows, half = codes.shape
@@ -281,7 +282,12 @@ def test_gpus_are_those_of_the_package():
         if isinstance(decorator, ast.Call)
         and ast.unparse(decorator.func) == "supported_compute_capability"
     )
-    assert tuple(divmod(arch, 10) for arch in listed) == flashinfer_cutedsl.CAPABILITIES
+    without_rows = {107}
+    expected = tuple(divmod(arch, 10) for arch in listed if arch not in without_rows)
+    assert expected == flashinfer_cutedsl.CAPABILITIES
+    assert "the Rubin gather kernel has no a_per_token_scale_ptr parameter" in source.text_of(
+        ENTRIES["flashinfer_cutedsl"][0]
+    )
     runners = source.text_of("fused_moe/runners.py")
     body = runners[runners.index("class TrtllmFp4RoutedRunner") :]
     found = re.search(r"supported = compute_capability in (\(\(.*?\)\))", body)

@@ -30,7 +30,7 @@ class BackendState:
     reason: str
     """Why it was chosen, or ""."""
     check_ms: float
-    note: str
+    remarks: str
     """What whoever chooses it should know, or ""."""
 
 
@@ -120,7 +120,7 @@ def _examine_backends(found: Diagnosis) -> None:
                     sentence,
                     reason if is_chosen else "",
                     check_ms,
-                    backend.note,
+                    backend.remarks,
                 )
             )
 
@@ -204,7 +204,7 @@ def _backend_table(found: Diagnosis) -> Table:
             state.backend,
             "yes" if state.is_chosen else "",
             f"{state.check_ms:.1f} ms",
-            "; ".join(filter(None, (state.note, state.refusal or state.reason))),
+            "; ".join(filter(None, (state.remarks, state.refusal or state.reason))),
         )
     return table
 

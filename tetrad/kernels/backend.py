@@ -58,7 +58,13 @@ class Backend:
     rounding: Rounding | None = None
     """None: nothing but the results."""
     note: str = ""
-    """What whoever chooses the backend should know, shown wherever it is listed."""
+    """How far it is proven, where that is less than the others are."""
+
+    @property
+    def remarks(self) -> str:
+        """What whoever chooses the backend should know, shown wherever it is listed; or ""."""
+        rounds = "" if self.rounding is None else self.rounding.meaning
+        return "; ".join(filter(None, (self.note, rounds)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

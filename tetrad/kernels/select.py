@@ -40,7 +40,7 @@ class OpChoice:
     """Backend → tokens of a step → microseconds, where time decided."""
     regimes: tuple[Regime, ...] = ()
     """Which backend runs steps of which size, where that differs; `backend` then names them all."""
-    notes: dict[str, str] = field(default_factory=dict)
+    remarks: dict[str, str] = field(default_factory=dict)
     """Backend of this op → what whoever chooses it should know."""
 
 
@@ -105,7 +105,9 @@ def resolve_ops(
     choices = tuple(
         replace(
             choose(OPS[name], forced.get(name, "auto"), here, refusal, contest),
-            notes={each.name: each.note for each in OPS[name].backends.values() if each.note},
+            remarks={
+                each.name: each.remarks for each in OPS[name].backends.values() if each.remarks
+            },
         )
         for name in OP_NAMES
     )

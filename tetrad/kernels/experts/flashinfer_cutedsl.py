@@ -4,8 +4,9 @@
 own each, and what enters the down projection is rounded with one each too. There is one factor for
 gate and up, gate's; up's share is made good by the down projection's factor.
 
-For capability 10.0, 10.3 and 10.7: `flashinfer/fused_moe/cute_dsl/fused_moe.py`,
-`@supported_compute_capability([100, 103, 107])`.
+For capability 10.0 and 10.3: `flashinfer/fused_moe/cute_dsl/fused_moe.py`,
+`@supported_compute_capability([100, 103, 107])`. The kernel of 10.7 knows no scale for each row, as
+is said there (`a_per_token_scale_ptr`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tetrad.kernels.experts.reference import DenseExperts, StoredExperts
 from tetrad.kernels.experts.triton_quantize import quantize_rows
 from tetrad.kernels.experts.weights import ExpertWeights
 
-CAPABILITIES: parts.Capabilities = ((10, 0), (10, 3), (10, 7))
+CAPABILITIES: parts.Capabilities = ((10, 0), (10, 3))
 MULTIPLES = (128, 64)
 """Of D and F: whole tiles of scales, and up and gate in turn by GROUP_ROWS."""
 GROUP_ROWS = 64
@@ -114,8 +115,8 @@ def run(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     parts.load("cute_dsl_fused_moe")(
         x=rows.codes,
-        x_sf=rows.scales.view(torch.uint8),
-        token_selected_experts=ids.int(),
+        x_sf=rows.scales.view(torch.uint8)[..., None],
+        token_selected_experts=ids.int().contiguous(),
         token_final_scales=slot_weights.contiguous(),
         w1_weight=weight.gate_up,
         w1_weight_sf=weight.gate_up_scales,

@@ -120,7 +120,7 @@ def run(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     parts.load("cutlass_fused_moe")(
         input=x.contiguous(),
-        token_selected_experts=ids.int(),
+        token_selected_experts=ids.int().contiguous(),
         token_final_scales=slot_weights.contiguous(),
         fc1_expert_weights=weight.gate_up,
         fc2_expert_weights=weight.down,

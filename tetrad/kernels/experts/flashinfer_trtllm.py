@@ -121,7 +121,7 @@ def run(
     enums = importlib.import_module("flashinfer.tllm_enums")
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     parts.load("trtllm_fp4_block_scale_routed_moe")(
-        topk_ids=(ids.int(), slot_weights.contiguous()),
+        topk_ids=(ids.int().contiguous(), slot_weights.contiguous()),
         routing_bias=None,
         hidden_states=rows.codes,
         hidden_states_scale=rows.scales,
