@@ -51,6 +51,14 @@ def test_ranks_divide_what_they_should():
     assert first("linear", shared, whole)["out"] == 256
 
 
+def test_the_routers_product_is_joined_with_the_shared_experts():
+    joined, alone = cases_for("router", GLM, Ranks(tp=8, ep=8), Load(8))
+    assert (joined["out"], joined["width"], alone["out"]) == (256 + 2 * 256, 6144, 256)
+    assert first("router", Ranks(ep=8), Load(8))["out"] == 256 + 2 * 2048
+    assert first("route", Ranks(ep=8), Load(8))["held"] == (0, 32)
+    assert first("route_activate", Ranks(), Load(8))["F"] == 2048
+
+
 def test_large_steps_are_prompts():
     """Their rows attend as one sequence, and few of them are sampled."""
     small, large = (first("mla", Ranks(), Load(n, context=100)) for n in (4, 300))

@@ -35,7 +35,7 @@ CONTRACT = Contract(
     cases=(
         _case("groups and ties", T=6, E=16, K=3, groups=4, chosen=2, normalise=True, held=(3, 11)),
         _case("one token", T=1, E=8, K=2, normalise=True),
-        _case("not normalised", T=5, E=9, K=4, normalise=False),
+        _case("not normalised", T=9, E=9, K=4, normalise=False, held=(2, 6)),
         _case("glm", T=7, E=256, K=8, normalise=True),
         _case("glm, one rank of eight", T=7, E=256, K=8, normalise=True, held=(224, 256)),
         _case("deepseek", T=7, E=256, K=8, groups=8, chosen=4, normalise=True),
