@@ -37,18 +37,13 @@ $(READY): pyproject.toml
 demo: $(READY) ## Serve the embedded model, ask it a question, benchmark it
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
-$(FLASHINFER): $(READY)
+$(FLASHINFER): | $(READY)
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(@D) flashinfer-python==0.7.4
-	@touch $@
 
 test: $(READY) $(FLASHINFER) ## Run every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
-gpu-$(FLASHINFER): $(READY)
-	$(BIN)/python -m pip download --quiet --no-deps --dest $(@D) flashinfer-python==0.7.4
-	@touch $@
-
-test: $(READY) $(FLASHINFER) ## Run the tests that need a GPU
+gpu-test: $(READY) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
 lint: $(READY) ## Check style (ruff)
