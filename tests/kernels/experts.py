@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetrad.formats.weights import DenseWeight, Nvfp4Weight, Weight
+from tetrad.kernels import quick_weights
 from tetrad.kernels.experts.grouping import Routed
 from tetrad.kernels.experts.prepared import GroupedExperts, prepare
 from tetrad.kernels.experts.weights import ExpertWeights
@@ -62,6 +63,8 @@ def random_stack(
     if format_name == "bf16":
         values = torch.randn(experts, out, width, generator=generator, device=device)
         return DenseWeight((values * width**-0.5).bfloat16())
+    if format_name.startswith("fp8"):
+        return quick_weights.draw(generator, torch.bfloat16, format_name, (experts, out, width))
 
     def number(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(
@@ -90,6 +93,7 @@ def draw_experts(
     hidden: int = 128,
     width: int = 64,
     format_name: str = "nvfp4",
+    down_format_name: str | None = None,
     dropped: float = 0.0,
     seed: int = 0,
 ) -> Drawn:
@@ -101,7 +105,7 @@ def draw_experts(
     weight = ExpertWeights(
         random_stack(format_name, experts, width, hidden, generator),
         random_stack(format_name, experts, width, hidden, generator),
-        random_stack(format_name, experts, hidden, width, generator),
+        random_stack(down_format_name or format_name, experts, hidden, width, generator),
     )
     prepared = prepare(weight, torch.bfloat16)
     assert isinstance(prepared, GroupedExperts)

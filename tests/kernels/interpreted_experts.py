@@ -27,6 +27,11 @@ CASES: dict[str, dict[str, Any]] = {
     "everything dropped": {"dropped": 1.0},
     "one expert has every token": {"used": 2, "tokens": 40},
     "dense": {"format_name": "bf16"},
+    "fp8": {"format_name": "fp8_block"},
+    "fp8 odd sizes": {"format_name": "fp8_block", "hidden": 37, "width": 151},
+    "fp8 wide steps": {"format_name": "fp8_block", "hidden": 256, "width": 136, "columns": 128},
+    "fp8 with a scale a matrix": {"format_name": "fp8_tensor", "hidden": 160, "dropped": 0.4},
+    "packed with fp8 down": {"down_format_name": "fp8_tensor"},
     "dense odd sizes": {"format_name": "bf16", "hidden": 37, "width": 21},
 }
 

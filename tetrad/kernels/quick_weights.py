@@ -24,7 +24,8 @@ _SCALE_RMS = 2.53
 def draw(
     generator: torch.Generator, dtype: torch.dtype, format_name: str, shape: tuple[int, ...]
 ) -> Weight:
-    """[..., out, in] on the generator's device; gain near 1. Every code and sign occurs."""
+    """[..., out, in] on the generator's device; gain near 1. Every code and sign occurs, and no two
+    scales are alike."""
     device, gain = generator.device, shape[-1] ** -0.5
     if format_name == "nvfp4":
         return _nvfp4(generator, shape)
@@ -32,10 +33,10 @@ def draw(
     if format_name == "bf16":
         return DenseWeight((values * gain).to(dtype))
     data = values.to(torch.float8_e4m3fn)
-    if format_name == "fp8_tensor":
-        return Fp8TensorWeight(data, torch.full(shape[:-2], gain, device=device))
-    grid = (*shape[:-2], *block_grid(*shape[-2:]))
-    return Fp8BlockWeight(data, torch.full(grid, gain, device=device))
+    is_one_scale = format_name == "fp8_tensor"
+    grid = shape[:-2] if is_one_scale else (*shape[:-2], *block_grid(*shape[-2:]))
+    scales = gain * (0.75 + torch.rand(grid, generator=generator, device=device) / 2)
+    return Fp8TensorWeight(data, scales) if is_one_scale else Fp8BlockWeight(data, scales)
 
 
 def _nvfp4(generator: torch.Generator, shape: tuple[int, ...]) -> Nvfp4Weight:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tetrad.formats.weights import DenseWeight, Nvfp4Weight, Weight
+from tetrad.formats.weights import Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight, Weight
 from tetrad.kernels.experts import reference
 from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS, pack
+from tetrad.kernels.experts.packing_fp8 import pack_fp8
 from tetrad.kernels.experts.reference import DenseExperts, StoredExperts
 from tetrad.kernels.experts.weights import ExpertWeights
 
@@ -23,17 +24,20 @@ class Operand:
     """The weights of one product of all experts."""
 
     first: Tensor
-    """Packed: the words. Dense: bf16 [E, features, width] of gate or down."""
+    """NVFP4, FP8: the words. Dense: bf16 [E, features, width] of gate or down."""
     second: Tensor
-    """Packed: the scales. Dense: up, or down again."""
+    """NVFP4, FP8: the scales. Dense: up, or down again."""
     global_scale: Tensor
-    """float32 [E, parts]; not read when dense."""
+    """float32 [E, parts]; read for NVFP4 alone."""
     is_packed: bool
+    """NVFP4, in the order of `packing.py`."""
     features: int
     """Output features of a row: F for gate and up together, D for down."""
     width: int
     """Columns of the matrices: D for gate and up, F for down."""
     features_per_tile: int
+    is_fp8: bool = False
+    """In the order of `packing_fp8.py`."""
 
     @property
     def num_columns(self) -> int:
@@ -75,9 +79,6 @@ def why_not(weight: ExpertWeights, dtype: torch.dtype) -> str | None:
         return f"activations are {str(dtype).removeprefix('torch.')} and not bfloat16"
     if type(weight.gate) is not type(weight.up):
         return f"gate is {weight.gate.format_name} and up {weight.up.format_name}"
-    for stack in (weight.gate, weight.down):
-        if not isinstance(stack, Nvfp4Weight | DenseWeight):
-            return f"there is no grouped kernel for {stack.format_name} weights"
     return None
 
 
@@ -97,13 +98,17 @@ def _tell_once(reason: str) -> None:
 
 
 def _operand(parts: tuple[Weight, ...]) -> Operand:
-    """Gate and up, or down alone. NVFP4 is packed, dense weights become bf16."""
+    """Gate and up, or down alone. NVFP4 and FP8 are packed, dense weights become bf16."""
     _, features, width = parts[0].shape
     sizes = (features, width, TILE_ROWS // len(parts))
     quantised = tuple(part for part in parts if isinstance(part, Nvfp4Weight))
     if quantised:
         packed = pack(quantised)
         return Operand(packed.words, packed.scales, packed.global_scale, True, *sizes)
+    unscaled = torch.empty(0, 1, device=parts[0].device)
+    in_fp8 = tuple(part for part in parts if isinstance(part, Fp8BlockWeight | Fp8TensorWeight))
+    if in_fp8:
+        fp8 = pack_fp8(in_fp8)
+        return Operand(fp8.words, fp8.scales, unscaled, False, *sizes, is_fp8=True)
     dense = [part.dequantize(torch.bfloat16) for part in parts]
-    unscaled = torch.empty(0, 1, device=dense[0].device)
     return Operand(dense[0], dense[-1], unscaled, False, *sizes)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import reference
-from tetrad.kernels.experts.decode import GATED_PTX, HAS_BF16_MUL, decode_ptx
+from tetrad.kernels.experts.decode import GATED_PTX, HAS_BF16_MUL, decode_fp8_ptx, decode_ptx
 from tetrad.kernels.experts.grouping import Grouping, in_groups
 from tetrad.kernels.experts.issued import issued_by_triton, triton_tile
 from tetrad.kernels.experts.prepared import GroupedExperts, Operand, Prepared, prepare
 from tetrad.kernels.experts.tiles import fitted
-from tetrad.kernels.experts.triton_weights import nvfp4_weights
+from tetrad.kernels.experts.triton_sums import fp8_sums, nvfp4_sums
 from tetrad.kernels.triton_support import is_interpreted, jit, tl, why_not
 
 
@@ -28,34 +28,27 @@ def _packed_product(
     NUM_COLUMNS: tl.constexpr, IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [128, BM]: a packed tile times the token rows that `x_at` points to."""
-    STEPS: tl.constexpr = (IN + BK - 1) // BK
-    GRANULES: tl.constexpr = (IN + 63) // 64
-    tile = (expert * NUM_COLUMNS + column) * GRANULES
+    """fp32 [128, BM]: an NVFP4 tile times the token rows that `x_at` points to."""
+    tile = (expert * NUM_COLUMNS + column) * ((IN + 63) // 64)
     word_at = words + tile * 512 + tl.arange(0, BK * 8)
     scale_at = scales + tile * 128 + tl.arange(0, BK * 2)
-    acc = tl.zeros((128, BM), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        w = tl.load(word_at)
-        s = tl.load(scale_at)
-        if IN % BK == 0:
-            token = tl.load(x_at)
-        else:
-            token = tl.load(x_at, mask=first_k < IN - step * BK, other=0.0)
-        a = nvfp4_weights(w, s, BK, PTX)
-        if PTX == "":
-            acc = tl.dot(a, token.to(tl.float32), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a, token, acc)
-            # Triton 3.6 lets the next step overwrite registers that a wgmma still reads (its issue
-            # 9433). Touching the accumulator makes it wait for them first.
-            acc = tl.inline_asm_elementwise(
-                "", "=r,0", [acc], dtype=tl.float32, is_pure=False, pack=1
-            )
-        word_at += BK * 8
-        scale_at += BK * 2
-        x_at += BK
-    return acc
+    STEPS: tl.constexpr = (IN + BK - 1) // BK
+    return nvfp4_sums(word_at, scale_at, x_at, first_k, IN, BM, BK, STEPS, STAGES, PTX)
+
+
+@jit()
+def _fp8_product(
+    words, scales, x_at, first_k, expert, column,
+    NUM_COLUMNS: tl.constexpr, IN: tl.constexpr, IS_GATE_UP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The same from an FP8 tile, whose scales are applied."""
+    BLOCKS: tl.constexpr = (IN + 127) // 128
+    STEPS: tl.constexpr = (IN + BK - 1) // BK
+    tile = (expert * NUM_COLUMNS + column) * BLOCKS
+    word_at = words + tile * (128 * 16) + tl.arange(0, BK * 16)
+    scale_at = scales + tile * (2 if IS_GATE_UP else 1)
+    return fp8_sums(word_at, scale_at, x_at, first_k, 0, IN, IS_GATE_UP, BM, BK, STEPS, STAGES, PTX)
 
 
 @jit()
@@ -111,7 +104,7 @@ def _item_of(item, tile_expert, num_tiles, NUM_COLUMNS: tl.constexpr, GROUP: tl.
 
 @jit()
 def _factors(global_scale, expert, IS_GATE_UP: tl.constexpr, IS_PACKED: tl.constexpr):
-    """The global scales of gate and up, or that of down twice; ones for dense weights."""
+    """The global scales of gate and up, or that of down twice; ones for other weights."""
     if not IS_PACKED:
         first = 1.0
         second = 1.0
@@ -143,18 +136,18 @@ def _gated(gate, up, PTX: tl.constexpr):
 def grouped_product(
     x, first, second, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
     OUT: tl.constexpr, IN: tl.constexpr, SLOTS: tl.constexpr, IS_GATE_UP: tl.constexpr,
-    IS_PACKED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, PTX: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One matrix product of all experts, with what follows it. `TileShape` explains the sizes.
 
     gate_up: x [T, IN] is read at row // SLOTS; out [positions, OUT] is silu(gate) * up.
     down: x [positions, IN] is read in order; out [T * SLOTS, OUT] is written at the row.
 
-    Packed weights come as words, scales and a global scale; dense ones as gate and up, or as down
-    twice. How many tiles there are is read on the device; a program that has none
-    returns at once. OUT and IN are constants of the program because ptxas makes every wgmma wait
-    for the last when the loop might not run at all.
+    NVFP4 weights come as words, scales and a global scale; FP8 as words and scales; dense ones as
+    gate and up, or as down twice. How many tiles there are is read on the device; a program that
+    has none returns at once. OUT and IN are constants of the program because ptxas makes every
+    wgmma wait for the last when the loop might not run at all.
     """
     FEATURES: tl.constexpr = 64 if IS_GATE_UP else 128
     NUM_COLUMNS: tl.constexpr = (OUT + FEATURES - 1) // FEATURES
@@ -174,6 +167,11 @@ def grouped_product(
             acc = _packed_product(
                 first, second, x_at, k[:, None], expert, column,
                 NUM_COLUMNS, IN, BM, BK, STAGES, PTX,
+            )  # fmt: skip
+        elif IS_FP8:
+            acc = _fp8_product(
+                first, second, x_at, k[:, None], expert, column,
+                NUM_COLUMNS, IN, IS_GATE_UP, BM, BK, STAGES, PTX,
             )  # fmt: skip
         else:
             acc = _dense_product(
@@ -199,6 +197,8 @@ def grouped(
     """Launch one grouped product; see `grouped_product`."""
     capability = grouping.capability
     tile = fitted(grouping.tile, weights.granules, capability, weights.is_packed)
+    # one accumulator for a step and one for the sum: in the largest tile too many for four warps
+    is_wide = weights.is_fp8 and tile.rows >= 128
     grouped_product[(len(grouping.tile_expert) * weights.num_columns,)](
         x,
         weights.first,
@@ -214,14 +214,22 @@ def grouped(
         SLOTS=grouping.num_slots if is_gate_up else 1,
         IS_GATE_UP=is_gate_up,
         IS_PACKED=weights.is_packed,
+        IS_FP8=weights.is_fp8,
         BM=tile.rows,
         BK=tile.columns,
         GROUP=tile.group,
         STAGES=tile.stages,
-        PTX="" if is_interpreted() else decode_ptx(capability >= HAS_BF16_MUL),
-        num_warps=tile.warps,
+        PTX=_ptx(weights, capability >= HAS_BF16_MUL),
+        num_warps=max(tile.warps, 8) if is_wide else tile.warps,
         maxnreg=tile.max_registers,
     )
+
+
+def _ptx(weights: Operand, has_bf16_mul: bool) -> str:
+    """What decodes the weights."""
+    if is_interpreted():
+        return ""
+    return decode_fp8_ptx(has_bf16_mul) if weights.is_fp8 else decode_ptx(has_bf16_mul)
 
 
 def run(

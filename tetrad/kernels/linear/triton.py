@@ -25,7 +25,7 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.decode import HAS_BF16_MUL, decode_fp8_ptx, decode_ptx
 from tetrad.kernels.experts.grouping import cores_of
 from tetrad.kernels.experts.tiles import Capability
-from tetrad.kernels.experts.triton_weights import fp8_weights, nvfp4_weights
+from tetrad.kernels.experts.triton_sums import fp8_sums, nvfp4_sums
 from tetrad.kernels.linear import reference
 from tetrad.kernels.linear.packed import PackedLinear, pack
 from tetrad.kernels.linear.tiles import LinearTile, fitted, splits_for, tile_for
@@ -34,73 +34,6 @@ from tetrad.kernels.triton_support import cdiv, is_interpreted, jit, tl, why_not
 _log = logging.getLogger(__name__)
 
 Prepared = PackedLinear | Weight
-
-
-@jit()
-def _nvfp4_sums(
-    words, scales, x_at, column, split, first_k,
-    IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """fp32 [128, BM] of one tile over the columns of one split, without the global scale."""
-    at = ((column * SPLITS + split) * STEPS).to(tl.int64)
-    word_at = words + at * (BK * 8) + tl.arange(0, BK * 8)
-    scale_at = scales + at * (BK * 2) + tl.arange(0, BK * 2)
-    acc = tl.zeros((128, BM), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        w = tl.load(word_at)
-        s = tl.load(scale_at)
-        if IN % BK == 0:
-            token = tl.load(x_at)
-        else:
-            token = tl.load(x_at, mask=first_k < IN - step * BK, other=0.0)
-        a = nvfp4_weights(w, s, BK, PTX)
-        if PTX == "":
-            acc = tl.dot(a, token.to(tl.float32), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a, token, acc)
-            # Triton 3.6 lets the next step overwrite registers that a wgmma still reads (its issue
-            # 9433). Touching the accumulator makes it wait for them first.
-            acc = tl.inline_asm_elementwise(
-                "", "=r,0", [acc], dtype=tl.float32, is_pure=False, pack=1
-            )
-        word_at += BK * 8
-        scale_at += BK * 2
-        x_at += BK
-    return acc
-
-
-@jit()
-def _fp8_sums(
-    words, scales, x_at, column, split, first_k,
-    IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """The same from FP8; each step's sum meets its block's scale, which also makes it wait."""
-    BLOCKS: tl.constexpr = STEPS * SPLITS * BK // 128
-    first = split * STEPS
-    word_at = words + (column * SPLITS * STEPS + first).to(tl.int64) * (BK * 16)
-    word_at += tl.arange(0, BK * 16)
-    scale_at = scales + column * BLOCKS
-    scale = tl.load(scale_at + first * BK // 128)
-    acc = tl.zeros((128, BM), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        w = tl.load(word_at)
-        # read a step ahead, so that nothing waits for it
-        following = tl.load(scale_at + tl.minimum((first + step + 1) * BK // 128, BLOCKS - 1))
-        if IN % BK == 0:
-            token = tl.load(x_at)
-        else:
-            token = tl.load(x_at, mask=first_k < IN - step * BK, other=0.0)
-        a = fp8_weights(w, BK, PTX)
-        if PTX == "":
-            acc += tl.dot(a, token.to(tl.float32), input_precision="ieee") * scale
-        else:
-            acc += tl.dot(a, token) * scale
-        scale = following
-        word_at += BK * 16
-        x_at += BK
-    return acc
 
 
 @jit()
@@ -158,15 +91,18 @@ def split_product(
     # Rows past the last read some token or other: if it were always the same, its part of the L2
     # cache would hold everybody up.
     x_at = x + (row % num_tokens).to(tl.int64)[None, :] * IN + first_k[:, None]
+    first_step = (column * SPLITS + split).to(tl.int64) * STEPS
     if IS_FP8:
-        acc = _fp8_sums(
-            words, scales, x_at, column, split, first_k[:, None],
-            IN, BM, BK, STEPS, SPLITS, STAGES, PTX,
+        word_at = words + first_step * (BK * 16) + tl.arange(0, BK * 16)
+        acc = fp8_sums(
+            word_at, scales + column * ((IN + 127) // 128), x_at, first_k[:, None],
+            split * (STEPS * BK), IN, False, BM, BK, STEPS, STAGES, PTX,
         )  # fmt: skip
     else:
-        acc = _nvfp4_sums(
-            words, scales, x_at, column, split, first_k[:, None],
-            IN, BM, BK, STEPS, SPLITS, STAGES, PTX,
+        word_at = words + first_step * (BK * 8) + tl.arange(0, BK * 8)
+        scale_at = scales + first_step * (BK * 2) + tl.arange(0, BK * 2)
+        acc = nvfp4_sums(
+            word_at, scale_at, x_at, first_k[:, None], IN, BM, BK, STEPS, STAGES, PTX,
         )  # fmt: skip
     y = acc.trans()
     feature = column * 128 + tl.arange(0, 128)
