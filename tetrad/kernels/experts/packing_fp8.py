@@ -65,11 +65,14 @@ def pack_fp8(parts: tuple[Fp8Weight, ...]) -> PackedFp8:
     tiles, blocks = num_tiles(rows, len(parts)), block_grid(rows, columns)[1]
     granules = blocks * FP8_BLOCK // GRANULE_COLUMNS
     device = parts[0].device
-    shape = (num_experts, tiles, granules, WORDS_PER_GRANULE)
-    words = torch.empty(shape, dtype=torch.int64, device=device)
+    words = torch.empty(
+        num_experts, tiles, granules, WORDS_PER_GRANULE, dtype=torch.int64, device=device
+    )
+    scales = torch.empty(num_experts, tiles, blocks, len(parts), device=device)
     for expert in range(num_experts):
         _pack_words([part.data[expert] for part in parts], words[expert])
-    scales = torch.stack([_tile_scales(part, tiles, len(parts)) for part in parts], dim=-1)
+        for number, part in enumerate(parts):
+            scales[expert, ..., number] = _tile_scales(part, expert, tiles, len(parts))
     return PackedFp8(words, scales)
 
 
@@ -92,17 +95,16 @@ def _pack_words(parts: list[Tensor], words: Tensor) -> None:
     words.copy_(packed.reshape(-1).view(torch.int64).view_as(words))
 
 
-def _tile_scales(part: Fp8Weight, tiles: int, num_parts: int) -> Tensor:
-    """float32 [E, tiles, blocks of columns]: the scale that each tile meets in each block."""
-    experts, rows, columns = part.shape
+def _tile_scales(stack: Fp8Weight, expert: int, tiles: int, num_parts: int) -> Tensor:
+    """float32 [tiles, blocks of columns]: the scale that each tile meets in each block."""
+    codes = stack.data[expert].view(torch.uint8)
+    rows, columns = codes.shape
     grid = block_grid(rows, columns)
-    if isinstance(part, Fp8BlockWeight):
-        scales = part.scale_inv
+    filled = functional.pad(codes, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    by_block = (filled & NAN).view(grid[0], FP8_BLOCK, grid[1], FP8_BLOCK)
+    is_nan = by_block.amax(dim=(1, 3)) == NAN
+    if isinstance(stack, Fp8BlockWeight):
+        scales = stack.scale_inv[expert]
     else:
-        scales = part.scale[:, None, None].expand(experts, *grid)
-    padding = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
-    magnitude = functional.pad(part.data.view(torch.uint8), padding) & 0x7F
-    by_block = magnitude.view(experts, grid[0], FP8_BLOCK, grid[1], FP8_BLOCK)
-    is_nan = by_block.amax(dim=(2, 4)) == NAN
-    known = scales.masked_fill(is_nan, torch.nan)
-    return known.repeat_interleave(num_parts, dim=1)[:, :tiles].contiguous()
+        scales = stack.scale[expert].expand(grid)
+    return scales.masked_fill(is_nan, torch.nan).repeat_interleave(num_parts, dim=0)[:tiles]
