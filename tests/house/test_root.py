@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 from tests.house.source import ROOT
@@ -32,6 +33,14 @@ def test_the_root_holds_only_what_it_should():
     folders = {name.split("/")[0] for name in tracked() if "/" in name}
     assert roots <= ROOT_FILES
     assert folders <= ROOT_FOLDERS
+
+
+def test_every_target_of_make_is_told_once():
+    """A rule that lost its name would still be one to make."""
+    makefile = (ROOT / "Makefile").read_text()
+    told = re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE)
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert told == phony.split()
 
 
 def test_the_embedded_model_is_whole_and_small():
