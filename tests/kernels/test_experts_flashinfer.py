@@ -264,6 +264,8 @@ def test_a_gate_of_zeros_does_not_divide():
 def test_the_calls_fit_the_package(calls: list[dict[str, Any]], backend: Backend):
     """Every argument that reaches the entry point is bound to its signature."""
     signature = source.signature_of(*ENTRIES[backend.name])
+    exports = source.text_of("fused_moe/__init__.py")
+    assert re.search(rf"^ +{ENTRIES[backend.name][1]},$", exports, re.MULTILINE)
     try_case(OP, backend, WHOLE[0], torch.bfloat16, CPU)
     (call,) = calls
     bound = signature.bind(**call)

@@ -26,6 +26,7 @@ from tetrad.kernels.experts.triton_fp4 import (
     Fp4Experts,
     _triton_version,
     in_four_bits,
+    issued,
     launch,
     prepare,
     why_not,
@@ -125,6 +126,17 @@ def test_tiles_hold_every_row_where_it_is_said_to_lie():
         found = tiles.codes[1, tile, step, [first, first + 8], column].tolist()
         assert found == [stored.gate.codes[1, feature, byte], stored.up.codes[1, feature, byte]]
     assert int(tiles.codes[:, 1, :, 32:].sum()) == 0
+
+
+def test_what_is_issued_is_whole_tiles(monkeypatch: pytest.MonkeyPatch):
+    """Two experts with 1 and 17 rows, a dropped one, tiles of 16 rows and 128 x 256 weights."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
+    stored = draw_experts(CPU, experts=2, hidden=288, width=80).weight
+    weight = prepare(stored, torch.bfloat16)
+    ids = torch.tensor([-1, 0, *[1] * 17])[:, None]
+    tiles = 2 * 2 + 3 * 1  # gate and up: 2 x 2; down: 3 x 1
+    assert issued({"ids": ids, "weight": weight}) == (16 + 32) * 2 * tiles * 128 * 256
+    assert issued({"ids": ids, "weight": prepare(stored, torch.float32)}) is None
 
 
 def test_what_is_not_accepted_stays_with_torch():

@@ -158,7 +158,11 @@ class ServeConfig(Config):
         False, "Do not keep finished prefixes for later requests.", group="Memory"
     )
 
-    moe_runner_backend: str = option("auto", "Backend of the routed experts.", group="Kernels")
+    moe_runner_backend: str = option(
+        "auto",
+        "Backend of the routed experts: auto, or a name that tetrad doctor lists.",
+        group="Kernels",
+    )
     attention_backend: str = option("auto", "Backend of attention.", group="Kernels")
     random_seed: int = option(
         0, "Seed of requests that bring none of their own.", group="Model", ge=0, le=2**63 - 1

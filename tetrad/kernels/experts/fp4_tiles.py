@@ -103,6 +103,15 @@ def fitted(tile: Fp4Tile, capability: Capability) -> Fp4Tile:
     )
 
 
+def issued_flops(
+    ids: Tensor, operands: tuple[Fp4Operand, ...], num_experts: int, tile: Fp4Tile
+) -> float:
+    """Floating-point operations of the products of a step, padding included."""
+    counts = ids[ids >= 0].bincount(minlength=num_experts)
+    num_rows = int((-(-counts // tile.rows) * tile.rows).sum())
+    return num_rows * sum(2.0 * part.num_columns * TILE_ROWS * part.width for part in operands)
+
+
 def operand(*parts: Nvfp4Weight) -> Fp4Operand:
     """Gate and up, or down alone, in tiles."""
     features = parts[0].shape[1]

@@ -13,7 +13,9 @@ Compiled for 10.0, 10.3, 12.0 and 12.1, run on none of them.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from tetrad.kernels.experts.fp4_tiles import (
     TILE_ROWS,
     Fp4Operand,
     Fp4Tile,
+    issued_flops,
     operand,
     tile_for,
 )
@@ -265,8 +268,24 @@ def run(
     """Sort, round, product, round, product, weighted sum: six launches."""
     if not isinstance(weight, Fp4Experts):
         return reference.run(x, weight, ids, slot_weights, shared, residual)
-    tile = tile_for(ids.numel(), weight.num_experts, torch.cuda.get_device_capability(ids.device))
-    return in_four_bits(x, weight, (ids, slot_weights, shared, residual), tile)
+    routed = (ids, slot_weights, shared, residual)
+    return in_four_bits(x, weight, routed, _tile(ids, weight))
 
 
-BACKEND = Backend("triton_fp4", run, why_not, prepare, rounding=rounding(None), note=NOT_RUN)
+def _tile(ids: Tensor, weight: Fp4Experts) -> Fp4Tile:
+    capability = torch.cuda.get_device_capability(ids.device)
+    return tile_for(ids.numel(), weight.num_experts, capability)
+
+
+def issued(arguments: Mapping[str, Any]) -> float | None:
+    """Of a call with these arguments; None where plain torch computes it."""
+    ids, weight = arguments["ids"], arguments["weight"]
+    if not isinstance(weight, Fp4Experts):
+        return None
+    tile = _tile(ids, weight)
+    return issued_flops(ids, (weight.gate_up, weight.down), weight.num_experts, tile)
+
+
+BACKEND = Backend(
+    "triton_fp4", run, why_not, prepare, issued, rounding=rounding(None), note=NOT_RUN
+)
