@@ -12,8 +12,9 @@ from typing import Any
 from tetrad.kernels.experts.decode import GATED_PTX
 
 __all__ = [
-    "barrier", "copy", "decode", "factors_of", "gl", "gluon", "hopper", "in_turn", "item_of", "jit",
-    "place", "refill", "rows_of", "start_copy", "store", "token_at", "token_ring", "weight_rings",
+    "barrier", "copy", "copy_tokens", "decode", "factors_of", "gl", "gluon", "hopper", "in_turn", "item_of", "jit",
+    "place", "refill", "rows_of", "size_of", "start_copy", "store", "token_at", "token_ring", "wait",
+    "weight_rings",
 ]  # fmt: skip
 
 try:
@@ -128,10 +129,11 @@ def place(item, tiles, NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr):
 
 @jit()
 def token_at(
-    x, num_tokens, rows, position, k,
+    num_tokens, rows, position,
     IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """Where the token rows at some positions begin: gathered for gate_up, in order for down.
+    """int32 [position, 1]: groups of eight columns before the token rows at some positions,
+    gathered for gate_up, in order for down.
 
     Padding reads some token or other: if it were always the same, its part of the L2 cache would
     hold everybody up.
@@ -140,7 +142,13 @@ def token_at(
     if IS_GATE_UP:
         row = gl.load(rows + position)
         source = gl.where(row >= 0, row // SLOTS, position % num_tokens)
-    return x + source.to(gl.int64).expand_dims(1) * IN + k
+    return (source * (IN // 8)).expand_dims(1)
+
+
+@jit()
+def copy_tokens(target, x_at, at, here):
+    """Start the copy of token rows; `x_at` is where the first row has its columns of this step."""
+    start_copy(target, x_at + at.to(gl.int64) * 8, mask=here)
 
 
 @jit()
@@ -174,7 +182,7 @@ def store(
 
 
 @jit()
-def refill(first, stage, at, ring, STEPS: gl.constexpr, UNIT: gl.constexpr, HAS_MORE: gl.constexpr):
+def refill(first, stage, x_at, at, ring, STEPS: gl.constexpr, UNIT: gl.constexpr, HAS_MORE: gl.constexpr):
     """Start the copies of UNIT steps into a stage of the ring; nothing past the last step."""
     for unit in gl.static_range(UNIT):
         step = first + unit
@@ -182,9 +190,9 @@ def refill(first, stage, at, ring, STEPS: gl.constexpr, UNIT: gl.constexpr, HAS_
         slot = stage * UNIT + unit
         start_copy(ring[0].index(slot), at[0] + step * 512, mask=here)
         start_copy(ring[1].index(slot), at[1] + step * 128, mask=here)
-        start_copy(ring[2].index(slot), at[2] + step * 64, mask=here)
+        copy_tokens(ring[2].index(slot), x_at + step * 64, at[2], here)
         if HAS_MORE:
-            start_copy(ring[3].index(slot), at[3] + step * 64, mask=here)
+            copy_tokens(ring[3].index(slot), x_at + step * 64, at[3], here)
     copy.commit_group()
 
 
@@ -220,6 +228,16 @@ def item_of(item, tile_expert, num_tiles, NUM_COLUMNS: gl.constexpr, GROUP: gl.c
 
 
 @jit()
+def size_of(rows, first, SIZES: gl.constexpr):
+    """Which of SIZES the tile that begins at position `first` takes: the smallest that holds it."""
+    size = 0
+    for smaller in gl.static_range(len(SIZES) - 1):
+        is_full = gl.load(rows + first + SIZES[smaller][0] + SIZES[smaller][1]) >= 0
+        size += is_full.to(gl.int32)
+    return size
+
+
+@jit()
 def factors_of(global_scale, expert, IS_GATE_UP: gl.constexpr):
     """The global scales of gate and up, or that of down twice."""
     if IS_GATE_UP:
@@ -229,3 +247,13 @@ def factors_of(global_scale, expert, IS_GATE_UP: gl.constexpr):
         first = gl.load(global_scale + expert)
         second = first
     return first, second
+
+
+@jit()
+def wait(STEPS: gl.constexpr, acc, acc_more, weights, MORE: gl.constexpr):
+    """Wait until wgmma of at most STEPS steps is in flight; `weights` are then free."""
+    if MORE > 0:
+        acc, acc_more, weights = hopper.warpgroup_mma_wait(2 * STEPS, deps=[acc, acc_more, weights])
+    else:
+        acc, weights = hopper.warpgroup_mma_wait(STEPS, deps=[acc, weights])
+    return acc, acc_more, weights

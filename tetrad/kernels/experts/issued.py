@@ -16,12 +16,15 @@ from tetrad.kernels.experts.tiles import TileShape, tile_for, triton_tiles
 def issued_flops(ids: Tensor, weight: GroupedExperts, tile: TileShape) -> float:
     """Floating-point operations of both products of a step, padding included.
 
-    An expert's last tile leaves out its second accumulator where its rows fit the first.
+    An expert's rows are dealt evenly to its tiles, and each tile takes the size that holds them.
     """
     counts = ids[ids >= 0].bincount(minlength=weight.num_experts)
-    whole, rest = counts // tile.block, counts % tile.block
-    last = torch.where(rest <= tile.rows, tile.rows, tile.block).where(rest > 0, 0)
-    num_rows = int((whole * tile.block + last).sum())
+    num_tiles = (counts + tile.block - 1) // tile.block
+    each = (counts + num_tiles - 1) // num_tiles.clamp(min=1)
+    rest = counts - each * (num_tiles - 1).clamp(min=0)
+    sizes = torch.tensor([0, *map(sum, tile.sizes)], device=ids.device)
+    rest, each = (sizes[torch.searchsorted(sizes, rows)] for rows in (rest, each))
+    num_rows = int((each * (num_tiles - 1).clamp(min=0) + rest).sum())
     per_row = sum(
         2.0 * part.num_columns * TILE_ROWS * part.granules * GRANULE_COLUMNS
         for part in (weight.gate_up, weight.down)

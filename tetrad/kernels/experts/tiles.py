@@ -45,7 +45,10 @@ class TileShape:
     max_registers: int | None = None
     """Per thread, where fewer registers let another program onto the multiprocessor."""
     more_rows: int = 0
-    """Rows that a second accumulator adds where an expert has them; none in `triton.py`."""
+    """Rows that a second accumulator adds; none in `triton.py`."""
+    smaller: tuple[tuple[int, int], ...] = ()
+    """(rows, more_rows) for tiles that an expert fills in part, by rising sum. Every tile takes the
+    smallest that holds its rows; in `triton.py` all take the whole."""
     is_persistent: bool = False
     """One program per multiprocessor takes item after item; not in `triton.py`."""
     is_portable: bool = False
@@ -57,6 +60,11 @@ class TileShape:
     def block(self) -> int:
         """Token rows of a tile, those of the second accumulator included."""
         return self.rows + self.more_rows
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, more_rows) that a tile may have, by rising sum."""
+        return (*self.smaller, (self.rows, self.more_rows))
 
     def shared_bytes(self, capability: Capability, is_packed: bool) -> int:
         """Shared memory that Triton takes at most.

@@ -28,8 +28,10 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     tile_expert: list[int] = []
     for expert in range(num_experts):
         slots = [slot for slot, chosen in enumerate(flat) if chosen == expert]
+        tiles = -(-len(slots) // block)
+        each = -(-len(slots) // max(tiles, 1))
         while slots:
-            tile, slots = slots[:block], slots[block:]
+            tile, slots = slots[:each], slots[each:]
             rows += tile + [-1] * (block - len(tile))
             tile_expert.append(expert)
     num_tiles = len(tile_expert)

@@ -1,4 +1,8 @@
-"""Grouping the slots of a step by expert, so that each expert reads its weights once."""
+"""Grouping the slots of a step by expert, so that each expert reads its weights once.
+
+An expert that needs several tiles deals its slots out evenly: k tiles of ceil(n / k), the last
+may have fewer. A backend that works in several sizes of tile then pads little.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def _case(name: str, **values: object) -> Case:
 
 CONTRACT = Contract(
     name="sort_tokens",
-    summary="slots sorted by expert, each expert's padded to whole tiles; sizes fixed by shapes",
+    summary="slots sorted by expert, dealt evenly to padded tiles; sizes fixed by shapes",
     arguments=(
         Argument("ids", "[T, K]", "int64", "expert of each slot; below 0: dropped. int32 will do"),
         Argument("num_experts", "", "int", "E; every id is below it"),
@@ -34,7 +38,7 @@ CONTRACT = Contract(
             "rows",
             "[max_tiles * block]",
             "int32",
-            "slot t * K + k at each position, rising within an expert; -1: padding",
+            "slot t * K + k at each position, rising within an expert; -1: padding of a tile",
         ),
         Argument("tile_expert", "[max_tiles]", "int32", "expert of each tile; -1: not used"),
         Argument("num_tiles", "[1]", "int32", "tiles in use; they come first"),
@@ -44,6 +48,7 @@ CONTRACT = Contract(
         _case("fewer slots than experts", T=1, K=2, E=8, block=16),
         _case("everything dropped", T=4, K=2, E=8, block=16, dropped=1.0),
         _case("one expert has every token", T=70, K=1, E=5, block=16, used=1),
+        _case("uneven tiles", T=53, K=2, E=3, block=16),
         _case("odd block", T=40, K=4, E=12, block=48, dropped=0.5),
         _case("glm", T=33, K=8, E=256, block=16),
         _case("glm rank", T=600, K=8, E=32, block=64),

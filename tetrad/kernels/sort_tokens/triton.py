@@ -61,20 +61,28 @@ def sort_kernel(
     tiles = (counts + BLOCK - 1) // BLOCK
     bins = tl.arange(0, NUM_BINS)
     first = tl.sum(tl.where(bins < expert, tiles, 0))
-    last = first + tl.sum(tl.where(bins == expert, tiles, 0))
     total = tl.sum(tiles)
+    count = tl.sum(tl.where(bins == expert, counts, 0))
+    num_mine = (count + BLOCK - 1) // BLOCK
+    each = tl.maximum(count + num_mine - 1, 1) // tl.maximum(num_mine, 1)
 
-    position = first * BLOCK
+    mine = rows + first * BLOCK
+    num_placed = 0
     chosen = _read(ids, 0, num_slots, CHUNK)
     for start in range(0, num_slots, CHUNK):
         ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
         is_mine = (chosen == expert).to(tl.int32)
-        rank = tl.cumsum(is_mine, 0)
-        tl.store(rows + position + rank - 1, start + tl.arange(0, CHUNK), mask=is_mine != 0)
-        position += tl.sum(is_mine)
+        rank = num_placed + tl.cumsum(is_mine, 0) - 1
+        at = rank // each * BLOCK + rank % each
+        tl.store(mine + at, start + tl.arange(0, CHUNK), mask=is_mine != 0)
+        num_placed += tl.sum(is_mine)
         chosen = ahead
-    _fill(rows, position, last * BLOCK, SPAN, -1, SPAN)
-    _fill(tile_expert, first, last, SPAN, expert, SPAN)
+    for start in range(0, num_mine * BLOCK, SPAN):
+        at = start + tl.arange(0, SPAN)
+        rank = at // BLOCK * each + at % BLOCK
+        is_padding = (at % BLOCK >= each) | (rank >= count)
+        tl.store(mine + at, -1, mask=is_padding & (at < num_mine * BLOCK))
+    _fill(tile_expert, first, first + num_mine, SPAN, expert, SPAN)
 
     stride = NUM_EXPERTS * SPAN
     _fill(rows, total * BLOCK + expert * SPAN, most_tiles * BLOCK, stride, -1, SPAN)
