@@ -94,5 +94,5 @@ def test_routing_does_not_blow_up_scores_of_nothing():
 def test_sorting_takes_int32_too():
     ids = torch.tensor([[2, -1], [0, 2]])
     sort = OPS["sort_tokens"].backends["triton"]
-    for wide, narrow in zip(sort(ids, 4, 2), sort(ids.int(), 4, 2), strict=True):
+    for wide, narrow in zip(sort(ids, 4, 2, 2), sort(ids.int(), 4, 2, 2), strict=True):
         assert torch.equal(wide, narrow)

@@ -42,7 +42,7 @@ def capability_for(product: Product) -> tuple[int, int]:
 
 def grouping_of(drawn: Drawn, product: Product, tile: TileShape) -> Grouping:
     ids = drawn.routed[0]
-    rows = sort_tokens.run(ids, drawn.weight.num_experts, tile.block)
+    rows = sort_tokens.run(ids, drawn.weight.num_experts, tile.block, tile.small_block)
     return Grouping(*rows, ids.shape[1], tile, capability_for(product), cores_of(drawn.x.device))
 
 

@@ -17,15 +17,18 @@ EXPERTS = GroupedExperts(GATE_UP, DOWN, 4)
 PER_ROW = 2 * TILE_ROWS * GRANULE_COLUMNS * (4 * 2 + 1 * 3)
 """200 features in four tiles of 64; one granule and one column are two granules."""
 
+SMALL = TileShape(64, 64, 3, more_rows=16, smaller=((64, 0),))
+
 
 @pytest.mark.parametrize(
     ("counts", "tile", "num_rows"),
     [
         ((1, 16, 17, 0), TileShape(16, 64, 3), 16 + 16 + 32),
-        ((1, 32, 33, 49), TileShape(32, 64, 3, more_rows=16), 32 + 32 + 48 + 48 + 32),
+        ((1, 32, 33, 49), TileShape(32, 64, 3, more_rows=16, smaller=((32, 0),)), 176),
+        ((256, 100, 210, 300), TileShape(256, 64, 3, rest=SMALL), 256 + 128 + 256 + 4 * 80),
         ((0, 0, 0, 0), TileShape(16, 64, 3), 0),
     ],
-    ids=["plain", "second accumulator", "nothing"],
+    ids=["plain", "two sizes", "large and small", "nothing"],
 )
 def test_rows_are_counted_in_tiles(counts: tuple[int, ...], tile: TileShape, num_rows: int):
     ids = torch.repeat_interleave(torch.tensor(counts)).unsqueeze(1)

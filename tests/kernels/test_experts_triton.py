@@ -66,7 +66,7 @@ def compile_both(
     drawn = draw_experts(
         torch.device("cpu"), experts=2, tokens=4, hidden=512, width=384, format_name=format_name
     )
-    rows = sort_tokens(drawn.routed[0], 2, tile.block)
+    rows = sort_tokens(drawn.routed[0], 2, tile.block, tile.small_block)
     grouping = Grouping(*rows, 2, tile, (capability // 10, 0), num_cores=132)
     x = drawn.x.bfloat16()
     hidden = torch.empty(len(grouping.rows), 384, dtype=torch.bfloat16)

@@ -173,6 +173,7 @@ def _sort_tokens(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
             E=local,
             used=local,
             block=SORT_BLOCK,
+            small_block=SORT_BLOCK,
             dropped=1.0 - 1.0 / ranks.ep,
         )
     ]

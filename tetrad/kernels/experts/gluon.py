@@ -58,7 +58,8 @@ def _tile(
     x_at, num_tokens, at, rows, first, factors, out, column, by,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
     ROWS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """One item of BM + MORE rows, from the first copy to the last store.
 
@@ -99,7 +100,9 @@ def _tile(
                 tokens = ring[3].index(slot).permute([1, 0])
                 again = gl.convert_layout(a, gl.DotOperandLayout(0, MMA_MORE, 2))
                 acc_more = hopper.warpgroup_mma(again, tokens, acc_more, is_async=True)
-            if half == 0:
+            if IN_FLIGHT == 0:
+                acc, acc_more, a = wait(0, acc, acc_more, a, MORE)
+            elif half == 0:
                 acc, acc_more, odd = wait(1, acc, acc_more, odd, MORE)
                 even = a
             else:
@@ -126,22 +129,27 @@ def grouped_product(
     x, words, scales, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
     two, eight, sixteen,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    SIZES: gl.constexpr, UNIT: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK: gl.constexpr, SIZES: gl.constexpr, IS_REST: gl.constexpr, UNIT: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr,
+    PTX: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """`triton.grouped_product` for packed weights, one item a program.
 
     SIZES are those of a `TileShape`: the last is the whole tile, each tile takes the smallest that
-    holds its rows. Copies bring UNIT granules at a time, 1 or 2. `two, eight, sixteen` are FACTORS.
+    holds its rows. Tiles lie BLOCK positions apart; with IS_REST those of more than small_block rows
+    are left to others. Copies bring UNIT granules at a time, 1 or 2. `two, eight, sixteen` are
+    FACTORS.
     """
     NUM_COLUMNS: gl.constexpr = OUT // (64 if IS_GATE_UP else 128)
     gl.static_assert(IN // 64 % 2 == 0)
     ROWS: gl.constexpr = SIZES[-1][0]
-    tile, column, expert = item_of(gl.program_id(0), tile_expert, num_tiles, NUM_COLUMNS, GROUP)
+    tile, column, expert = item_of(
+        gl.program_id(0), tile_expert, num_tiles, NUM_COLUMNS, GROUP, IS_REST
+    )
     TOKENS: gl.constexpr = rows_of(64, num_warps)
     x_at = x + gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS)).expand_dims(0)
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TOKENS))
-    first = tile * (ROWS + SIZES[-1][1])
+    first = tile * BLOCK
     # before the tests, so that most tiles need not wait for the expert and their size
     first_at = token_at(num_tokens, rows, first + token, IN, SLOTS, IS_GATE_UP)
     size = size_of(rows, first, SIZES)
@@ -156,7 +164,7 @@ def grouped_product(
                     x_at, num_tokens, (w_at, s_at, first_at), rows, first, factors, out, column,
                     (two, eight, sixteen),
                     OUT, IN, SLOTS, IS_GATE_UP, ROWS, SIZES[each][0], SIZES[each][1], UNIT, STAGES,
-                    FENCE, PTX, num_warps,
+                    IN_FLIGHT, FENCE, PTX, num_warps,
                 )  # fmt: skip
 
 
@@ -164,17 +172,41 @@ def grouped(
     x: Tensor, weights: Operand, grouping: Grouping, out: Tensor, *, is_gate_up: bool
 ) -> None:
     """Launch one grouped product."""
-    if grouping.tile.is_portable:
+    tile = grouping.tile
+    if tile.is_portable:
         portable.grouped(x, weights, grouping, out, is_gate_up=is_gate_up)
         return
-    tile = fitted(grouping.tile, weights.granules, grouping.capability, weights.is_packed)
     num_items = len(grouping.tile_expert) * weights.num_columns
-    kernel, programs = persistent_product, min(num_items, grouping.num_cores)
-    sizes: dict[str, Any] = {"BM": tile.rows}
     if not tile.is_persistent:
-        kernel, programs = grouped_product, num_items
-        sizes = {"SIZES": tile.sizes, "UNIT": tile.columns // GRANULE_COLUMNS}
-    kernel[(programs,)](
+        sizes = _sizes(tile) | {"BLOCK": tile.block, "IS_REST": False}
+        _launch(grouped_product, num_items, x, weights, grouping, tile, out, is_gate_up, sizes)
+        return
+    programs = min(num_items, grouping.num_cores)
+    sizes = {"BM": tile.rows, "HAS_REST": tile.rest is not None}
+    _launch(persistent_product, programs, x, weights, grouping, tile, out, is_gate_up, sizes)
+    if tile.rest is not None:
+        sizes = _sizes(tile.rest) | {"BLOCK": tile.block, "IS_REST": True}
+        _launch(grouped_product, num_items, x, weights, grouping, tile.rest, out, is_gate_up, sizes)
+
+
+def _sizes(tile: TileShape) -> dict[str, Any]:
+    unit = tile.columns // GRANULE_COLUMNS
+    return {"SIZES": tile.sizes, "UNIT": unit, "IN_FLIGHT": tile.in_flight}
+
+
+def _launch(
+    kernel: Any,
+    num_programs: int,
+    x: Tensor,
+    weights: Operand,
+    grouping: Grouping,
+    tile: TileShape,
+    out: Tensor,
+    is_gate_up: bool,
+    sizes: dict[str, Any],
+) -> None:
+    tile = fitted(tile, weights.granules, grouping.capability, weights.is_packed)
+    kernel[(num_programs,)](
         x,
         weights.first,
         weights.second,
@@ -201,6 +233,8 @@ def grouped(
 
 def is_whole(operand: Operand, tile: TileShape) -> bool:
     """Can the loops take it: packed, whole tiles, an even number of steps that fill the ring?"""
+    if tile.rest is not None and not is_whole(operand, tile.rest):
+        return False
     ahead = tile.stages if tile.is_persistent else tile.stages - 1
     return (
         operand.is_packed

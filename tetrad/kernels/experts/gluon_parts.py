@@ -214,14 +214,23 @@ def token_ring(SLOTS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @jit()
-def item_of(item, tile_expert, num_tiles, NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+def item_of(
+    item, tile_expert, num_tiles,
+    NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr, IS_REST: gl.constexpr,
+):  # fmt: skip
     """Token tile, weight tile and expert of an item; the expert is -1 where there is no work."""
-    if GROUP == 1:
+    if IS_REST:
+        tiles = gl.load(num_tiles + 1)
+        tile = gl.load(num_tiles) + item // NUM_COLUMNS
+        column = item % NUM_COLUMNS
+        expert = gl.load(tile_expert + tile, mask=tile < tiles, other=-1)
+        tile = gl.maximum(gl.minimum(tile, tiles - 1), 0)
+    elif GROUP == 1:
         tile = item // NUM_COLUMNS
         column = item % NUM_COLUMNS
         expert = gl.load(tile_expert + tile)
     else:
-        tiles = gl.load(num_tiles)
+        tiles = gl.load(num_tiles + 1)
         tile, column = place(item, tiles, NUM_COLUMNS, GROUP)
         expert = gl.load(tile_expert + tile, mask=item < tiles * NUM_COLUMNS, other=-1)
     return tile, column, expert.to(gl.int64)

@@ -34,19 +34,20 @@ def persistent_product(
     x, words, scales, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
     two, eight, sixteen,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    BM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
-    PTX: gl.constexpr, num_warps: gl.constexpr,
+    BM: gl.constexpr, HAS_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    FENCE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`grouped_product` for large tiles: every program takes each num_programs-th item.
+    """`gluon.grouped_product` for large tiles: every program takes each num_programs-th item.
 
-    Copies run STAGES - 1 granules ahead, over the end of an item into the next.
+    Copies run STAGES - 1 granules ahead, over the end of an item into the next. With HAS_REST,
+    tiles of at most small_block rows are left to others.
     """
     gl.static_assert(IN // 64 % 2 == 0)
     gl.static_assert(IN // 64 >= STAGES)
     TOKENS: gl.constexpr = rows_of(64, num_warps)
     w_ring, s_ring = weight_rings(STAGES)
     ring = (w_ring, s_ring, token_ring(STAGES, BM))
-    tiles = gl.load(num_tiles)
+    tiles = gl.load(num_tiles + (0 if HAS_REST else 1))
     if gl.program_id(0) < tiles * (OUT // (64 if IS_GATE_UP else 128)):
         lanes = (
             gl.arange(0, 512, layout=in_turn(2, num_warps)),

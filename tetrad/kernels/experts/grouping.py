@@ -55,7 +55,7 @@ def in_groups(
     ids, slot_weights, shared, residual = routed
     num_tokens, num_slots = ids.shape
     ids = ids.contiguous()
-    sorted_rows = sort_tokens.run(ids, weight.num_experts, tile.block)
+    sorted_rows = sort_tokens.run(ids, weight.num_experts, tile.block, tile.small_block)
     grouping = Grouping(*sorted_rows, num_slots, tile, capability, cores_of(x.device))
     hidden = x.new_empty(len(grouping.rows), weight.gate_up.features)
     product(x.contiguous(), weight.gate_up, grouping, hidden, is_gate_up=True)

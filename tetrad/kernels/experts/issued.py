@@ -11,6 +11,7 @@ from torch import Tensor
 from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS
 from tetrad.kernels.experts.prepared import GroupedExperts
 from tetrad.kernels.experts.tiles import TileShape, tile_for, triton_tiles
+from tetrad.kernels.sort_tokens.reference import tiles_of
 
 
 def issued_flops(ids: Tensor, weight: GroupedExperts, tile: TileShape) -> float:
@@ -19,12 +20,14 @@ def issued_flops(ids: Tensor, weight: GroupedExperts, tile: TileShape) -> float:
     An expert's rows are dealt evenly to its tiles, and each tile takes the size that holds them.
     """
     counts = ids[ids >= 0].bincount(minlength=weight.num_experts)
-    num_tiles = (counts + tile.block - 1) // tile.block
-    each = (counts + num_tiles - 1) // num_tiles.clamp(min=1)
-    rest = counts - each * (num_tiles - 1).clamp(min=0)
-    sizes = torch.tensor([0, *map(sum, tile.sizes)], device=ids.device)
+    num_tiles, each = tiles_of(counts, tile.block, tile.small_block)
+    num_whole = (num_tiles - 1).clamp(min=0)
+    smaller = tile.rest.sizes if tile.rest else tile.sizes
+    sizes = torch.tensor([0, *map(sum, smaller), tile.block], device=ids.device)
+    # the last tile of an expert is computed in the way of its others
+    rest = (counts - each * num_whole).where(each <= tile.small_block, each)
     rest, each = (sizes[torch.searchsorted(sizes, rows)] for rows in (rest, each))
-    num_rows = int((each * (num_tiles - 1).clamp(min=0) + rest).sum())
+    num_rows = int((each * num_whole + rest).sum())
     per_row = sum(
         2.0 * part.num_columns * TILE_ROWS * part.granules * GRANULE_COLUMNS
         for part in (weight.gate_up, weight.down)

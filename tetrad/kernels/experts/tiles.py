@@ -44,11 +44,17 @@ class TileShape:
     warps: int = 4
     max_registers: int | None = None
     """Per thread, where fewer registers let another program onto the multiprocessor."""
+    in_flight: int = 1
+    """Steps whose wgmma go on while the next weights are decoded: 1, or 0 to need fewer registers.
+    Always 0 in `triton.py` and 1 in a persistent tile."""
     more_rows: int = 0
     """Rows that a second accumulator adds; none in `triton.py`."""
     smaller: tuple[tuple[int, int], ...] = ()
     """(rows, more_rows) for tiles that an expert fills in part, by rising sum. Every tile takes the
     smallest that holds its rows; in `triton.py` all take the whole."""
+    rest: TileShape | None = None
+    """How experts are computed that would leave too much of their tiles empty: see `sort_tokens`.
+    Only for a persistent tile."""
     is_persistent: bool = False
     """One program per multiprocessor takes item after item; not in `triton.py`."""
     is_portable: bool = False
@@ -60,6 +66,11 @@ class TileShape:
     def block(self) -> int:
         """Token rows of a tile, those of the second accumulator included."""
         return self.rows + self.more_rows
+
+    @property
+    def small_block(self) -> int:
+        """Token rows of a tile of `rest`."""
+        return self.block if self.rest is None else self.rest.block
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:

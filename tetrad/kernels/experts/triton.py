@@ -92,7 +92,7 @@ def _item_of(item, tile_expert, num_tiles, NUM_COLUMNS: tl.constexpr, GROUP: tl.
         column = item % NUM_COLUMNS
         expert = tl.load(tile_expert + tile)
     else:
-        tiles = tl.load(num_tiles)
+        tiles = tl.load(num_tiles + 1)
         group = item // (GROUP * NUM_COLUMNS)
         size = tl.maximum(tl.minimum(tiles - group * GROUP, GROUP), 1)
         inside = item - group * (GROUP * NUM_COLUMNS)

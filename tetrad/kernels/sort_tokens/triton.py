@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from tetrad.kernels.backend import Backend
-from tetrad.kernels.sort_tokens.contract import max_tiles
-from tetrad.kernels.triton_support import jit, next_power_of_2, tl, why_not
+from tetrad.kernels.sort_tokens.contract import FEWEST_FILLED, max_tiles
+from tetrad.kernels.triton_support import constexpr, jit, next_power_of_2, tl, why_not
 
 SHAPES = ((256, 4), (2048, 8), (4096, 16))
 """(slots that a program reads at a time, its warps). The first that takes a step in one reading
 serves; the last serves the rest."""
+
+FILLED, FILLED_PARTS = constexpr(FEWEST_FILLED[0]), constexpr(FEWEST_FILLED[1])
 
 
 @jit()
@@ -33,6 +35,15 @@ def _read(ids, start, num_slots, CHUNK: tl.constexpr):
     return tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
 
 
+@jit()
+def _tiles_of(counts, BLOCK: tl.constexpr, SMALL_BLOCK: tl.constexpr):
+    """Tiles of an expert with so many slots, and slots of each tile but the last."""
+    large = (counts + BLOCK - 1) // BLOCK
+    is_large = counts * FILLED_PARTS >= large * (BLOCK * FILLED)
+    tiles = tl.where(is_large, large, (counts + SMALL_BLOCK - 1) // SMALL_BLOCK)
+    return tiles, tl.maximum(counts + tiles - 1, 0) // tl.maximum(tiles, 1)
+
+
 @jit(do_not_specialize=["num_slots", "most_tiles"])
 def sort_kernel(
     ids,
@@ -42,6 +53,7 @@ def sort_kernel(
     NUM_EXPERTS: tl.constexpr,
     NUM_BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SMALL_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
 ):
@@ -58,13 +70,14 @@ def sort_kernel(
         ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
         counts += tl.histogram(chosen, NUM_BINS, mask=chosen >= 0)
         chosen = ahead
-    tiles = (counts + BLOCK - 1) // BLOCK
+    tiles, each_of = _tiles_of(counts, BLOCK, SMALL_BLOCK)
     bins = tl.arange(0, NUM_BINS)
-    first = tl.sum(tl.where(bins < expert, tiles, 0))
     total = tl.sum(tiles)
     count = tl.sum(tl.where(bins == expert, counts, 0))
-    num_mine = (count + BLOCK - 1) // BLOCK
-    each = tl.maximum(count + num_mine - 1, 1) // tl.maximum(num_mine, 1)
+    num_mine, each = _tiles_of(count, BLOCK, SMALL_BLOCK)
+    is_before = (each_of > each) | ((each_of == each) & (bins < expert))
+    first = tl.sum(tl.where(is_before, tiles, 0))
+    each = tl.maximum(each, 1)
 
     mine = rows + first * BLOCK
     num_placed = 0
@@ -88,16 +101,19 @@ def sort_kernel(
     _fill(rows, total * BLOCK + expert * SPAN, most_tiles * BLOCK, stride, -1, SPAN)
     _fill(tile_expert, total + expert * SPAN, most_tiles, stride, -1, SPAN)
     if expert == 0:
-        tl.store(num_tiles, total)
+        tl.store(num_tiles, tl.sum(tl.where(each_of > SMALL_BLOCK, tiles, 0)))
+        tl.store(num_tiles + 1, total)
 
 
-def run(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+def run(
+    ids: Tensor, num_experts: int, block: int, small_block: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """`ids` must be contiguous."""
     assert ids.is_contiguous()
     num_slots = ids.numel()
-    most = max_tiles(num_slots, num_experts, block)
+    most = max_tiles(num_slots, num_experts, small_block)
     chunk, num_warps = next((s for s in SHAPES if num_slots <= s[0]), SHAPES[-1])
-    buffer = ids.new_empty(most * (block + 1) + 1, dtype=torch.int32)
+    buffer = ids.new_empty(most * (block + 1) + 2, dtype=torch.int32)
     sort_kernel[(num_experts,)](
         ids,
         buffer,
@@ -106,12 +122,13 @@ def run(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tens
         num_experts,
         next_power_of_2(max(num_experts, 32)),
         block,
+        small_block,
         chunk,
         128,
         num_warps=num_warps,
     )
     end = most * block
-    return buffer[:end], buffer[end:-1], buffer[-1:]
+    return buffer[:end], buffer[end:-2], buffer[-2:]
 
 
 BACKEND = Backend("triton", run, why_not)
