@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.experts import Drawn, draw_experts
+from tests.kernels.test_experts_packing import drawn as drawn_stack
+from tetrad.kernels.experts import packing, triton_packing
 from tetrad.kernels.experts.grouping import in_groups
 from tetrad.kernels.experts.tiles import TileShape
 from tetrad.kernels.experts.triton import grouped
@@ -35,6 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
     "dense odd sizes": {"format_name": "bf16", "hidden": 37, "width": 21},
 }
 
+PACKED = [(128, 64, 1), (200, 80, 1), (64, 128, 2), (72, 96, 2)]
+"""Rows and columns of each matrix, and how many are joined: whole tiles and parts of them."""
+
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_experts(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
@@ -44,6 +49,16 @@ def test_experts(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tensor, "new_empty", _poisoned)
     product = in_groups(drawn.x, drawn.prepared, drawn.routed, tile, (8, 0), grouped)
     torch.testing.assert_close(product.double(), drawn.expected(), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns", "parts"), PACKED)
+def test_packing_in_one_launch(rows: int, columns: int, parts: int):
+    stacks = tuple(drawn_stack(2, rows, columns, seed) for seed in range(parts))
+    stacks[0].scales.view(torch.uint8)[0, :4, 0] = torch.tensor([0, 0x80, 0x7F, 0xFF])
+    plain, launched = packing.pack(stacks), triton_packing.launch(stacks)
+    assert torch.equal(plain.words, launched.words)
+    assert torch.equal(plain.scales, launched.scales)
+    assert torch.equal(plain.global_scale, launched.global_scale)
 
 
 def _poisoned(like: Tensor, *shape: int, **options: object) -> Tensor:

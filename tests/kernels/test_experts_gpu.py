@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.experts import Drawn, draw_experts, one_matrix
+from tests.kernels.experts import Drawn, draw_experts, one_matrix, random_stack
+from tetrad.formats.weights import Nvfp4Weight
 from tetrad.kernels.experts import gluon as gluon_backend
+from tetrad.kernels.experts import packing, triton_packing
 from tetrad.kernels.experts import triton as triton_backend
 from tetrad.kernels.experts.grouping import Grouping, Routed, cores_of, in_groups
 from tetrad.kernels.experts.tiles import GLUON_TILES, HOPPER, TRITON_HOPPER_TILES, TileShape
@@ -123,6 +125,18 @@ def test_a_hundred_runs_are_one(product: Product, tile: TileShape):
         hidden, by_slot = both_products(drawn, product, grouping)
         assert torch.equal(hidden[filled], first[0][filled])
         assert torch.equal(by_slot, first[1])
+
+
+def test_packing_in_one_launch():
+    """The matrices of a rank's experts, of which the plain version converts some at a time."""
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    for rows, width, parts in ((2048, 6144, 2), (6144, 2048, 1), (1000, 336, 1)):
+        drawn = [random_stack("nvfp4", 6, rows, width, generator) for _ in range(parts)]
+        stacks = tuple(stack for stack in drawn if isinstance(stack, Nvfp4Weight))
+        plain, launched = packing.pack(stacks), triton_packing.pack(stacks)
+        assert torch.equal(plain.words, launched.words)
+        assert torch.equal(plain.scales, launched.scales)
 
 
 @pytest.mark.parametrize("backend", [triton_backend.BACKEND, gluon_backend.BACKEND])

@@ -13,7 +13,7 @@ from tetrad.kernels.experts.tiles import TileShape
 NOTHING = torch.empty(0)
 GATE_UP = Operand(NOTHING, NOTHING, NOTHING, True, 200, GRANULE_COLUMNS + 1, TILE_ROWS // 2)
 DOWN = Operand(NOTHING, NOTHING, NOTHING, True, TILE_ROWS, 3 * GRANULE_COLUMNS, TILE_ROWS)
-EXPERTS = GroupedExperts(GATE_UP, DOWN, 4)
+EXPERTS = GroupedExperts(GATE_UP, DOWN, 4, 4)
 PER_ROW = 2 * TILE_ROWS * GRANULE_COLUMNS * (4 * 2 + 1 * 3)
 """200 features in four tiles of 64; one granule and one column are two granules."""
 

@@ -159,8 +159,9 @@ def _experts_of_rows(arguments: Arguments) -> Narrowing:
     used: Tensor = torch.unique(ids[ids >= 0])
     new_ids = torch.searchsorted(used, ids.clamp(min=0)).where(ids >= 0, ids)
     stored: ExpertWeights = arguments["weight"]
-    stacks = (_pick(stack, used) for stack in (stored.gate, stored.up, stored.down))
-    return arguments | {"ids": new_ids, "weight": ExpertWeights(*stacks)}, lambda results: results
+    gate, up, down = (_pick(stack, used) for stack in (stored.gate, stored.up, stored.down))
+    weight = ExpertWeights(gate, up, down, stored.num_routed)
+    return arguments | {"ids": new_ids, "weight": weight}, lambda results: results
 
 
 def _some_columns(arguments: Arguments) -> Narrowing:

@@ -94,7 +94,7 @@ class Moe:
             self.front = SeparateFront(moe, source, held, stored)
         self.down = Linear(source, "shared_experts.down_proj", hidden, width)
         held = range(moe.num_experts) if held is None else held
-        self.experts = source.at("experts").experts(held, hidden, moe.intermediate)
+        self.experts = source.at("experts").experts(held, moe.num_experts, hidden, moe.intermediate)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, D] and [T, D] to [T, D]: summed in fp32 by the experts' last kernel, rounded once."""

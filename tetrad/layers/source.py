@@ -121,13 +121,13 @@ class WeightSource:
             self.ledger.add(part.format_name, 1, part.nbytes, share)
         return prepared
 
-    def experts(self, held: range, hidden: int, intermediate: int) -> object:
-        """Some of the experts below this prefix, prepared for `ops.experts`."""
+    def experts(self, held: range, num_routed: int, hidden: int, intermediate: int) -> object:
+        """Some of the `num_routed` experts below this prefix, prepared for `ops.experts`."""
         num_experts = len(held)
         gate = self._stack("gate_proj", held, intermediate, hidden)
         up = self._stack("up_proj", held, intermediate, hidden)
         down = self._stack("down_proj", held, hidden, intermediate)
-        prepared = self.ops.experts.prepare(ExpertWeights(gate, up, down), self.dtype)
+        prepared = self.ops.experts.prepare(ExpertWeights(gate, up, down, num_routed), self.dtype)
         left, stored_left = prepared.nbytes, gate.nbytes + up.nbytes + down.nbytes
         for stack in (gate, up, down):
             share = left * stack.nbytes // stored_left

@@ -25,6 +25,7 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import triton as portable
 from tetrad.kernels.experts.decode import FACTORS, decode_ptx
 from tetrad.kernels.experts.gluon_parts import (
+    arrival,
     barrier,
     copy,
     decode,
@@ -35,7 +36,6 @@ from tetrad.kernels.experts.gluon_parts import (
     in_turn,
     item_of,
     jit,
-    place,
     refill,
     rows_of,
     size_of,
@@ -54,52 +54,47 @@ from tetrad.kernels.experts.tiles import GLUON_TILES, HOPPER, TileShape, fitted,
 
 
 @jit()
-def _tile(
-    x_at, num_tokens, at, rows, first, factors, out, column, by,
-    OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    ROWS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, UNIT: gl.constexpr,
+def _multiply(
+    slot, ring, by, acc, acc_more,
+    BM: gl.constexpr, MORE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Decode the weights in a slot of the ring and start wgmma on them. Returns them too."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    a = decode(ring[0].index(slot), ring[1].index(slot), by, OPERAND, PTX, num_warps)
+    tokens = ring[2].index(slot).permute([1, 0])
+    acc = hopper.warpgroup_mma(a, tokens, acc, is_async=True)
+    if MORE > 0:
+        MMA_MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, MORE, 16])
+        tokens = ring[3].index(slot).permute([1, 0])
+        again = gl.convert_layout(a, gl.DotOperandLayout(0, MMA_MORE, 2))
+        acc_more = hopper.warpgroup_mma(again, tokens, acc_more, is_async=True)
+    return a, acc, acc_more
+
+
+@jit()
+def _steps(
+    x_at, at, ring, by,
+    STEPS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, UNIT: gl.constexpr,
     STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One item of BM + MORE rows, from the first copy to the last store.
-
-    `x_at` is where x has its first columns; `at`, where words, scales and ROWS token rows begin.
-    """
-    STEPS: gl.constexpr = IN // 64
-    w_ring, s_ring = weight_rings(STAGES * UNIT)
-    ring = (w_ring, s_ring, token_ring(STAGES * UNIT, BM))
-    if BM < ROWS:
-        token = first + gl.arange(0, BM, layout=gl.SliceLayout(1, rows_of(64, num_warps)))
-        at = (at[0], at[1], token_at(num_tokens, rows, token, IN, SLOTS, IS_GATE_UP))
-    if MORE > 0:
-        ring = (ring[0], ring[1], ring[2], token_ring(STAGES * UNIT, MORE))
-        more = first + BM + gl.arange(0, MORE, layout=gl.SliceLayout(1, rows_of(64, num_warps)))
-        more_at = token_at(num_tokens, rows, more, IN, SLOTS, IS_GATE_UP)
-        at = (at[0], at[1], at[2], more_at)
+    """The loop over columns. Returns both accumulators, [128, BM] and [128, MORE]."""
     MORE_OR_8: gl.constexpr = MORE if MORE > 0 else 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     MMA_MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, MORE_OR_8, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    acc = gl.zeros([128, BM], gl.float32, MMA)
+    acc_more = gl.zeros([128, MORE_OR_8], gl.float32, MMA_MORE)
+    odd = gl.zeros([128, 64], gl.bfloat16, gl.DotOperandLayout(0, MMA, 2))
     for ready in gl.static_range(STAGES - 1):
         refill(ready * UNIT, ready, x_at, at, ring, STEPS, UNIT, MORE > 0)
     stage = 0
-    acc = gl.zeros([128, BM], gl.float32, MMA)
-    acc_more = gl.zeros([128, MORE_OR_8], gl.float32, MMA_MORE)
-    odd = gl.zeros([128, 64], gl.bfloat16, OPERAND)
     for pair in range(0, STEPS, 2):
         for half in gl.static_range(2):
             if half % UNIT == 0:
-                copy.wait_group(STAGES - 2)
-                if FENCE:
-                    hopper.fence_async_shared()
+                arrival(STAGES - 2, FENCE)
             slot = stage * UNIT + half % UNIT
-            a = decode(ring[0].index(slot), ring[1].index(slot), by, OPERAND, PTX, num_warps)
-            tokens = ring[2].index(slot).permute([1, 0])
-            acc = hopper.warpgroup_mma(a, tokens, acc, is_async=True)
-            if MORE > 0:
-                tokens = ring[3].index(slot).permute([1, 0])
-                again = gl.convert_layout(a, gl.DotOperandLayout(0, MMA_MORE, 2))
-                acc_more = hopper.warpgroup_mma(again, tokens, acc_more, is_async=True)
+            a, acc, acc_more = _multiply(slot, ring, by, acc, acc_more, BM, MORE, PTX, num_warps)
             if IN_FLIGHT == 0:
                 acc, acc_more, a = wait(0, acc, acc_more, a, MORE)
             elif half == 0:
@@ -116,6 +111,37 @@ def _tile(
                 stage = stage + 1 if stage < STAGES - 1 else 0
     acc, acc_more, odd = wait(0, acc, acc_more, odd, MORE)
     copy.wait_group(0)
+    return acc, acc_more
+
+
+@jit()
+def _tile(
+    x_at, num_tokens, at, rows, first, factors, out, column, by,
+    OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
+    ROWS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, UNIT: gl.constexpr,
+    STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """One item of BM + MORE rows, from the first copy to the last store.
+
+    `x_at` is where x has its first columns; `at`, where words, scales and ROWS token rows begin.
+    """
+    POSITION: gl.constexpr = gl.SliceLayout(1, rows_of(64, num_warps))
+    w_ring, s_ring = weight_rings(STAGES * UNIT)
+    first_ring = token_ring(STAGES * UNIT, BM)
+    more_ring, first_at = first_ring, at[2]
+    if BM < ROWS:
+        position = first + gl.arange(0, BM, layout=POSITION)
+        first_at = token_at(num_tokens, rows, position, IN, SLOTS, IS_GATE_UP)
+    more_at = first_at
+    if MORE > 0:
+        more_ring = token_ring(STAGES * UNIT, MORE)
+        position = first + BM + gl.arange(0, MORE, layout=POSITION)
+        more_at = token_at(num_tokens, rows, position, IN, SLOTS, IS_GATE_UP)
+    acc, acc_more = _steps(
+        x_at, (at[0], at[1], first_at, more_at), (w_ring, s_ring, first_ring, more_ring), by,
+        IN // 64, BM, MORE, UNIT, STAGES, IN_FLIGHT, FENCE, PTX, num_warps,
+    )  # fmt: skip
     store(acc, rows, first, factors, out, column, OUT, IS_GATE_UP, BM, num_warps)
     if MORE > 0:
         store(acc_more, rows, first + BM, factors, out, column, OUT, IS_GATE_UP, MORE, num_warps)
@@ -136,8 +162,8 @@ def grouped_product(
     """`triton.grouped_product` for packed weights, one item a program.
 
     SIZES are those of a `TileShape`: the last is the whole tile, each tile takes the smallest that
-    holds its rows. Tiles lie BLOCK positions apart; with IS_REST those of more than small_block rows
-    are left to others. Copies bring UNIT granules at a time, 1 or 2. `two, eight, sixteen` are
+    holds its rows. Tiles lie BLOCK positions apart; with IS_REST, those of more than small_block
+    rows are left to others. Copies bring UNIT granules at a time, 1 or 2. `two, eight, sixteen` are
     FACTORS.
     """
     NUM_COLUMNS: gl.constexpr = OUT // (64 if IS_GATE_UP else 128)
@@ -173,9 +199,8 @@ def grouped(
 ) -> None:
     """Launch one grouped product."""
     tile = grouping.tile
-    if tile.is_portable:
-        portable.grouped(x, weights, grouping, out, is_gate_up=is_gate_up)
-        return
+    if tile.down is not None and not is_gate_up:
+        tile = tile.down
     num_items = len(grouping.tile_expert) * weights.num_columns
     if not tile.is_persistent:
         sizes = _sizes(tile) | {"BLOCK": tile.block, "IS_REST": False}
@@ -233,7 +258,7 @@ def _launch(
 
 def is_whole(operand: Operand, tile: TileShape) -> bool:
     """Can the loops take it: packed, whole tiles, an even number of steps that fill the ring?"""
-    if tile.rest is not None and not is_whole(operand, tile.rest):
+    if any(other and not is_whole(operand, other) for other in (tile.down, tile.rest)):
         return False
     ahead = tile.stages if tile.is_persistent else tile.stages - 1
     return (
@@ -263,7 +288,7 @@ def tile_of(ids: Tensor, weight: Prepared) -> TileShape | None:
     """The tile for a step, or None where its loops cannot take the weights."""
     if not isinstance(weight, GroupedExperts):
         return None
-    tile = tile_for(ids.numel(), weight.num_experts, GLUON_TILES)
+    tile = tile_for(ids.numel(), weight.num_routed, GLUON_TILES)
     parts = (weight.gate_up, weight.down)
     return tile if all(is_whole(part, tile) for part in parts) else None
 

@@ -12,9 +12,9 @@ from typing import Any
 from tetrad.kernels.experts.decode import GATED_PTX
 
 __all__ = [
-    "barrier", "copy", "copy_tokens", "decode", "factors_of", "gl", "gluon", "hopper", "in_turn", "item_of", "jit",
-    "place", "refill", "rows_of", "size_of", "start_copy", "store", "token_at", "token_ring", "wait",
-    "weight_rings",
+    "arrival", "barrier", "copy", "copy_tokens", "decode", "factors_of", "gl", "gluon", "hopper",
+    "in_turn", "item_of", "jit", "place", "refill", "rows_of", "size_of", "start_copy", "store",
+    "token_at", "token_ring", "wait", "weight_rings",
 ]  # fmt: skip
 
 try:
@@ -182,7 +182,17 @@ def store(
 
 
 @jit()
-def refill(first, stage, x_at, at, ring, STEPS: gl.constexpr, UNIT: gl.constexpr, HAS_MORE: gl.constexpr):
+def arrival(COPIES: gl.constexpr, FENCE: gl.constexpr):
+    """Wait until at most COPIES groups of copies are under way."""
+    copy.wait_group(COPIES)
+    if FENCE:
+        hopper.fence_async_shared()
+
+
+@jit()
+def refill(
+    first, stage, x_at, at, ring, STEPS: gl.constexpr, UNIT: gl.constexpr, HAS_MORE: gl.constexpr
+):
     """Start the copies of UNIT steps into a stage of the ring; nothing past the last step."""
     for unit in gl.static_range(UNIT):
         step = first + unit

@@ -7,6 +7,7 @@ has the whole size: each further size made the loop spill registers, 8 % and mor
 from __future__ import annotations
 
 from tetrad.kernels.experts.gluon_parts import (
+    arrival,
     barrier,
     copy,
     copy_tokens,
@@ -116,9 +117,7 @@ def _items(
         odd = gl.zeros([128, 64], gl.bfloat16, OPERAND)
         for _pair in range(0, IN // 64, 2):
             for half in gl.static_range(2):
-                copy.wait_group(STAGES - 2)
-                if FENCE:
-                    hopper.fence_async_shared()
+                arrival(STAGES - 2, FENCE)
                 a = decode(ring[0].index(slot), ring[1].index(slot), by, OPERAND, PTX, num_warps)
                 tokens = ring[2].index(slot).permute([1, 0])
                 acc = hopper.warpgroup_mma(a, tokens, acc, is_async=True)

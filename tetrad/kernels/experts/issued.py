@@ -39,7 +39,7 @@ def triton_tile(ids: Tensor, weight: GroupedExperts) -> tuple[TileShape, tuple[i
     """The tile that the Triton backend takes for a step on the device of `ids`, and what that is
     capable of."""
     capability = torch.cuda.get_device_capability(ids.device)
-    tile = tile_for(ids.numel(), weight.num_experts, triton_tiles(capability))
+    tile = tile_for(ids.numel(), weight.num_routed, triton_tiles(capability))
     return tile, capability
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tetrad.formats.weights import Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight, Weight
 from tetrad.kernels.experts import reference
-from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS, pack
+from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS
 from tetrad.kernels.experts.packing_fp8 import pack_fp8
 from tetrad.kernels.experts.reference import DenseExperts, StoredExperts
+from tetrad.kernels.experts.triton_packing import pack
 from tetrad.kernels.experts.weights import ExpertWeights
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class GroupedExperts:
     gate_up: Operand
     down: Operand
     num_experts: int
+    num_routed: int
+    """Experts that the tokens choose among, those of other ranks included."""
 
     @property
     def nbytes(self) -> int:
@@ -87,8 +90,12 @@ def prepare(weight: ExpertWeights, dtype: torch.dtype) -> Prepared:
     if (reason := why_not(weight, dtype)) is not None:
         _tell_once(reason)
         return reference.prepare(weight, dtype)
+    num_experts = weight.num_experts
     return GroupedExperts(
-        _operand((weight.gate, weight.up)), _operand((weight.down,)), weight.gate.shape[0]
+        _operand((weight.gate, weight.up)),
+        _operand((weight.down,)),
+        num_experts,
+        weight.num_routed or num_experts,
     )
 
 

@@ -52,13 +52,13 @@ class TileShape:
     smaller: tuple[tuple[int, int], ...] = ()
     """(rows, more_rows) for tiles that an expert fills in part, by rising sum. Every tile takes the
     smallest that holds its rows; in `triton.py` all take the whole."""
+    down: TileShape | None = None
+    """How down is computed, where that is not the way of gate and up; of the same block."""
     rest: TileShape | None = None
     """How experts are computed that would leave too much of their tiles empty: see `sort_tokens`.
     Only for a persistent tile."""
     is_persistent: bool = False
     """One program per multiprocessor takes item after item; not in `triton.py`."""
-    is_portable: bool = False
-    """Left by `gluon.py` to the kernel of `triton.py`, which is the faster one here."""
     has_fence: bool = True
     """Order copies before wgmma as the PTX memory model asks; not in `triton.py`."""
 
@@ -117,21 +117,49 @@ TRITON_OTHER_TILES: Tiles = (
     (math.inf, TileShape(rows=128, columns=64, stages=3, warps=8)),
 )
 """Compiled for compute capability 8.0, 10.0 and 12.0, run on none of them."""
+_UP_TO_64 = ((16, 0), (32, 0), (32, 16))
+_UP_TO_96 = (*_UP_TO_64, (64, 0), (64, 16))
+_TO_144 = TileShape(128, 64, 4, more_rows=16, smaller=((64, 0), (64, 32), (128, 0)))
 GLUON_TILES: Tiles = (
-    (6, TileShape(rows=8, columns=128, stages=4)),
-    (13, TileShape(rows=16, columns=128, stages=4, is_portable=True)),
-    (20, TileShape(rows=16, columns=128, stages=3, more_rows=8, max_registers=128)),
-    (26, TileShape(rows=32, columns=128, stages=4, is_portable=True)),
-    (40, TileShape(rows=32, columns=128, stages=3, more_rows=16)),
-    (52, TileShape(rows=64, columns=128, stages=3)),
-    (75, TileShape(rows=64, columns=128, stages=3, more_rows=32)),
-    (128, TileShape(rows=128, columns=64, stages=4)),
-    (160, TileShape(rows=64, columns=128, stages=3, more_rows=16)),
-    (256, TileShape(rows=256, columns=64, stages=3, group=2, warps=8, is_persistent=True)),
-    (400, TileShape(rows=64, columns=128, stages=3, more_rows=32)),
-    (math.inf, TileShape(rows=256, columns=64, stages=3, group=2, warps=8, is_persistent=True)),
-)
-"""Tiles follow the spread of random routing: at a mean of 64, half the experts have more."""
+    (
+        12,
+        TileShape(
+            16, 128, 4, smaller=((8, 0),),
+            down=TileShape(16, 128, 3, smaller=((8, 0),), in_flight=0),
+        ),
+    ),
+    (20, TileShape(32, 128, 3, smaller=((16, 0),))),
+    (
+        36,
+        TileShape(
+            32, 128, 3, more_rows=16, smaller=((8, 0), (16, 0), (32, 0)),
+            down=TileShape(
+                32, 64, 4, more_rows=16, smaller=((16, 0), (32, 0)), in_flight=0, max_registers=128
+            ),
+        ),
+    ),
+    (
+        56,
+        TileShape(
+            64, 128, 3, smaller=_UP_TO_64, in_flight=0,
+            down=TileShape(64, 64, 4, smaller=_UP_TO_64, in_flight=0, max_registers=128),
+        ),
+    ),
+    (
+        96,
+        TileShape(
+            64, 128, 3, more_rows=32, smaller=_UP_TO_96,
+            down=TileShape(
+                64, 64, 4, more_rows=32, smaller=_UP_TO_96, in_flight=0, max_registers=168
+            ),
+        ),
+    ),
+    (215, _TO_144),
+    (math.inf, TileShape(256, 64, 3, warps=8, is_persistent=True, rest=_TO_144)),
+)  # fmt: skip
+"""Measured on an H200, see docs/log.md: random routing counts, the same number of tokens for every
+expert only where both agree. What leaves a third program on a multiprocessor is worth most for
+down, whose tiles are short."""
 
 
 def triton_tiles(capability: Capability) -> Tiles:
@@ -159,7 +187,7 @@ def fitted(shape: TileShape, granules: int, capability: Capability, is_packed: b
     )
 
 
-def tile_for(num_slots: int, num_experts: int, tiles: Tiles) -> TileShape:
-    """The tile for a step whose `num_slots` token slots spread over `num_experts` experts."""
-    mean = num_slots / num_experts
+def tile_for(num_slots: int, num_routed: int, tiles: Tiles) -> TileShape:
+    """The tile for a step whose `num_slots` token slots spread over `num_routed` experts."""
+    mean = num_slots / num_routed
     return next(tile for limit, tile in tiles if mean <= limit)

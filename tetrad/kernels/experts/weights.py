@@ -21,6 +21,8 @@ class ExpertWeights:
     """[E, F, D]"""
     down: Weight
     """[E, D, F]"""
+    num_routed: int | None = None
+    """Experts that the tokens choose among, where other ranks hold some; None: these alone."""
 
     @property
     def num_experts(self) -> int:

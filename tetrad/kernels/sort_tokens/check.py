@@ -29,7 +29,10 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
 
 def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """One list per expert, cut into tiles."""
-    flat, num_experts, block, small_block = inputs["ids"].flatten().tolist(), *list(inputs.values())[1:]
+    flat, num_experts, block, small_block = (
+        inputs["ids"].flatten().tolist(),
+        *list(inputs.values())[1:],
+    )
     lots: list[tuple[int, int, list[int]]] = []
     for expert in range(num_experts):
         slots = [slot for slot, chosen in enumerate(flat) if chosen == expert]

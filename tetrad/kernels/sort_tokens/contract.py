@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from tetrad.kernels.contract import Argument, Case, Contract, case
 
-
 FEWEST_FILLED = (4, 5)
 """The part of its large tiles that an expert must fill to get any."""
 
@@ -39,7 +38,7 @@ CONTRACT = Contract(
         Argument("ids", "[T, K]", "int64", "expert of each slot; below 0: dropped. int32 will do"),
         Argument("num_experts", "", "int", "E; every id is below it"),
         Argument("block", "", "int", "positions of a tile"),
-        Argument("small_block", "", "int", "slots of a small tile: `block`, or well below 4/5 of it"),
+        Argument("small_block", "", "int", "slots of a small tile: `block`, or less than 4/5"),
     ),
     results=(
         Argument(

@@ -1,0 +1,170 @@
+"""`packing.py` in one launch: a program reads one granule's codes and scales and writes its words.
+
+The plain version moves every code several times through memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tetrad.formats.weights import Nvfp4Weight
+from tetrad.kernels.experts import packing
+from tetrad.kernels.experts.packing import (
+    BLOCK_ROWS,
+    GRANULE_COLUMNS,
+    PLAIN_PLACES,
+    SCALE_NAN,
+    SCALES_PER_GRANULE,
+    TAIL_PLACES,
+    UNSCALE,
+    WORDS_PER_GRANULE,
+    PackedMatrix,
+)
+from tetrad.kernels.triton_support import constexpr, jit, tl
+
+PLACES = tuple(tuple(places.items()) for places in PLAIN_PLACES)
+TAILS = tuple(tuple(tuple(places.items()) for places in both) for both in TAIL_PLACES)
+NAN_BYTE = constexpr(SCALE_NAN)
+
+
+@jit()
+def _spread(code_bytes):
+    """int32: the two codes of a byte at bits 0 and 16."""
+    code = code_bytes.to(tl.int32)
+    return (code & 15) | ((code >> 4) << 16)
+
+
+@jit()
+def _moved(codes, PLACES_OF_BITS: tl.constexpr):
+    """Bit b of both codes to `places[b]` of each half."""
+    moved = codes * 0
+    for bit in tl.static_range(len(PLACES_OF_BITS)):
+        one = (codes >> PLACES_OF_BITS[bit][0]) & 0x00010001
+        moved |= one << PLACES_OF_BITS[bit][1]
+    return moved
+
+
+@jit()
+def _signed(code_bytes, scale):
+    """Two codes times the sign (1, 0 or -1) of their scale."""
+    flipped = code_bytes ^ ((scale >> 7) * 0x88)
+    return tl.where((scale & 0x7F) != 0, flipped, 0)
+
+
+@jit()
+def _scale_byte(scale):
+    """E5M3 of an e4m3 byte, see `packing.scale_bytes`."""
+    size = scale & 0x7F
+    small = tl.where(size < 4, 112 | ((size << 2) & 7), 120 | ((size << 1) & 7))
+    small = tl.where(size < 2, 104, small)
+    return tl.where(size == 0x7F, NAN_BYTE, tl.where(size < 8, small, size + 120))
+
+
+@jit()
+def _codes_at(codes, scales, expert, row, group, byte, rows, COLUMNS: tl.constexpr):
+    """int32, signed and spread: a byte of a row's 16-column group."""
+    here = (row < rows) & (group * 16 < COLUMNS)
+    at = (expert * rows + row) * (COLUMNS // 16) + group
+    code = tl.load(codes + at * 8 + byte, mask=here, other=0)
+    scale = tl.load(scales + at, mask=here, other=0)
+    return _spread(_signed(code.to(tl.int32), scale.to(tl.int32)))
+
+
+@jit()
+def pack_kernel(
+    first_codes,
+    second_codes,
+    first_scales,
+    second_scales,
+    words,
+    packed_scales,
+    rows,
+    COLUMNS: tl.constexpr,
+    GRANULES: tl.constexpr,
+    ROWS_OF_BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TAILS: tl.constexpr,
+):
+    """Program (granule, tile, expert). ROWS_OF_BLOCK of every matrix go into a block of 16: 8 where
+    `second` is another matrix than `first`. PLAIN and TAILS are (bit, place) pairs."""
+    granule, tile, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    number = (expert * tl.num_programs(1) + tile) * GRANULES + granule
+
+    # word: block, g, t, k32
+    lane = tl.arange(0, 512)
+    t, k32 = lane // 2 % 4, lane % 2
+    near_row = (tile * 8 + lane // 64) * ROWS_OF_BLOCK + lane // 8 % 8
+    far_row = near_row + (ROWS_OF_BLOCK - 8)
+    low = lane * 0
+    high = low
+    for k16 in tl.static_range(2):
+        group = granule * 4 + k32 * 2 + k16
+        for pair in tl.static_range(4):
+            # (row g, near), (row g + 8, near), (row g, far), (row g + 8, far)
+            byte = t + 4 * (pair // 2)
+            if pair % 2 == 0:
+                codes = _codes_at(
+                    first_codes, first_scales, expert, near_row, group, byte, rows, COLUMNS
+                )
+            else:
+                codes = _codes_at(
+                    second_codes, second_scales, expert, far_row, group, byte, rows, COLUMNS
+                )
+            if pair == 3:
+                low |= _moved(codes, TAILS[k16][0])
+                high |= _moved(codes, TAILS[k16][1])
+            elif k16 == 0:
+                low |= _moved(codes, PLAIN[pair])
+            else:
+                high |= _moved(codes, PLAIN[pair])
+    both = low.to(tl.uint32).to(tl.int64) | (high.to(tl.uint32).to(tl.int64) << 32)
+    tl.store(words + number * 512 + lane, both)
+
+    # scales: block, g, k32
+    lane = tl.arange(0, 128)
+    near_row = (tile * 8 + lane // 16) * ROWS_OF_BLOCK + lane // 2 % 8
+    packed = lane * 0
+    for place in tl.static_range(4):
+        group = granule * 4 + lane % 2 * 2 + place % 2
+        row = near_row + place // 2 * (ROWS_OF_BLOCK - 8)
+        at = (expert * rows + row) * (COLUMNS // 16) + group
+        here = (row < rows) & (group * 16 < COLUMNS)
+        if place < 2:
+            scale = tl.load(first_scales + at, mask=here, other=0)
+        else:
+            scale = tl.load(second_scales + at, mask=here, other=0)
+        packed |= _scale_byte(scale.to(tl.int32)) << (8 * place)
+    tl.store(packed_scales + number * 128 + lane, packed)
+
+
+def pack(parts: tuple[Nvfp4Weight, ...]) -> PackedMatrix:
+    """`packing.pack`, and that function itself where Triton cannot run."""
+    if parts[0].device.type != "cuda":
+        return packing.pack(parts)
+    return launch(parts)
+
+
+def launch(parts: tuple[Nvfp4Weight, ...]) -> PackedMatrix:
+    """One stack, or gate and up joined."""
+    num_experts, rows, columns = parts[0].shape
+    device, first, second = parts[0].device, parts[0], parts[-1]
+    tiles, granules = packing.num_tiles(rows, len(parts)), -(-columns // GRANULE_COLUMNS)
+    shape = (num_experts, tiles, granules)
+    words = torch.empty(*shape, WORDS_PER_GRANULE, dtype=torch.int64, device=device)
+    scales = torch.empty(*shape, SCALES_PER_GRANULE, dtype=torch.int32, device=device)
+    pack_kernel[(granules, tiles, num_experts)](
+        first.codes.contiguous(),
+        second.codes.contiguous(),
+        first.scales.contiguous().view(torch.uint8),
+        second.scales.contiguous().view(torch.uint8),
+        words,
+        scales,
+        rows,
+        columns,
+        granules,
+        BLOCK_ROWS // len(parts),
+        PLACES,
+        TAILS,
+    )
+    together = torch.stack([part.global_scale for part in parts], dim=1)
+    return PackedMatrix(words, scales, together * UNSCALE)
