@@ -71,6 +71,28 @@ def _codes_at(codes, scales, expert, row, group, byte, rows, COLUMNS: tl.constex
 
 
 @jit()
+def _store_scales(
+    target, first_scales, second_scales, expert, first_row, first_group, rows,
+    COLUMNS: tl.constexpr, ROWS_OF_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scales of a granule: block, g, k32."""
+    lane = tl.arange(0, 128)
+    near_row = first_row + lane // 16 * ROWS_OF_BLOCK + lane // 2 % 8
+    packed = lane * 0
+    for place in tl.static_range(4):
+        group = first_group + lane % 2 * 2 + place % 2
+        row = near_row + place // 2 * (ROWS_OF_BLOCK - 8)
+        at = (expert * rows + row) * (COLUMNS // 16) + group
+        here = (row < rows) & (group * 16 < COLUMNS)
+        if place < 2:
+            scale = tl.load(first_scales + at, mask=here, other=0)
+        else:
+            scale = tl.load(second_scales + at, mask=here, other=0)
+        packed |= _scale_byte(scale.to(tl.int32)) << (8 * place)
+    tl.store(target + lane, packed)
+
+
+@jit()
 def pack_kernel(
     first_codes,
     second_codes,
@@ -93,7 +115,8 @@ def pack_kernel(
     # word: block, g, t, k32
     lane = tl.arange(0, 512)
     t, k32 = lane // 2 % 4, lane % 2
-    near_row = (tile * 8 + lane // 64) * ROWS_OF_BLOCK + lane // 8 % 8
+    first_row = tile * 8 * ROWS_OF_BLOCK
+    near_row = first_row + lane // 64 * ROWS_OF_BLOCK + lane // 8 % 8
     far_row = near_row + (ROWS_OF_BLOCK - 8)
     low = lane * 0
     high = low
@@ -120,21 +143,10 @@ def pack_kernel(
     both = low.to(tl.uint32).to(tl.int64) | (high.to(tl.uint32).to(tl.int64) << 32)
     tl.store(words + number * 512 + lane, both)
 
-    # scales: block, g, k32
-    lane = tl.arange(0, 128)
-    near_row = (tile * 8 + lane // 16) * ROWS_OF_BLOCK + lane // 2 % 8
-    packed = lane * 0
-    for place in tl.static_range(4):
-        group = granule * 4 + lane % 2 * 2 + place % 2
-        row = near_row + place // 2 * (ROWS_OF_BLOCK - 8)
-        at = (expert * rows + row) * (COLUMNS // 16) + group
-        here = (row < rows) & (group * 16 < COLUMNS)
-        if place < 2:
-            scale = tl.load(first_scales + at, mask=here, other=0)
-        else:
-            scale = tl.load(second_scales + at, mask=here, other=0)
-        packed |= _scale_byte(scale.to(tl.int32)) << (8 * place)
-    tl.store(packed_scales + number * 128 + lane, packed)
+    _store_scales(
+        packed_scales + number * 128, first_scales, second_scales, expert, first_row, granule * 4,
+        rows, COLUMNS, ROWS_OF_BLOCK,
+    )  # fmt: skip
 
 
 def pack(parts: tuple[Nvfp4Weight, ...]) -> PackedMatrix:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tetrad.formats.weights import Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight
-from tetrad.kernels.experts import packing, packing_fp8
+from tetrad.kernels.experts import packing, packing_fp8, triton_packing
 
 MOST_SPLIT_TILES = 1024
 """Tiles of results, weights times tokens, that may be split; steps with more fill any GPU whole."""
@@ -59,7 +59,7 @@ def pack(weight: Quantised) -> PackedLinear:
     stack = type(weight)(**{name: part[None] for name, part in weight.tensors().items()})
     arrived = torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=weight.device)
     if isinstance(stack, Nvfp4Weight):
-        nvfp4 = packing.pack((stack,))
+        nvfp4 = triton_packing.pack((stack,))
         return PackedLinear(
             nvfp4.words[0], nvfp4.scales[0], nvfp4.global_scale[0], arrived, 4, *weight.shape
         )
