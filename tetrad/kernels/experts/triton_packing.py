@@ -23,7 +23,7 @@ from tetrad.kernels.experts.packing import (
 from tetrad.kernels.triton_support import constexpr, jit, tl
 
 PLACES = tuple(tuple(places.items()) for places in PLAIN_PLACES)
-TAILS = tuple(tuple(tuple(places.items()) for places in both) for both in TAIL_PLACES)
+TAILS = tuple(tuple(places.items()) for both in TAIL_PLACES for places in both)
 NAN_BYTE = constexpr(SCALE_NAN)
 
 
@@ -35,12 +35,12 @@ def _spread(code_bytes):
 
 
 @jit()
-def _moved(codes, PLACES_OF_BITS: tl.constexpr):
-    """Bit b of both codes to `places[b]` of each half."""
+def _moved(codes, TABLES: tl.constexpr, TABLE: tl.constexpr):
+    """Both codes with their bits where one of some tables of (bit, place) pairs puts them."""
     moved = codes * 0
-    for bit in tl.static_range(len(PLACES_OF_BITS)):
-        one = (codes >> PLACES_OF_BITS[bit][0]) & 0x00010001
-        moved |= one << PLACES_OF_BITS[bit][1]
+    for bit in tl.static_range(len(TABLES[TABLE])):
+        one = (codes >> TABLES[TABLE][bit][0]) & 0x00010001
+        moved |= one << TABLES[TABLE][bit][1]
     return moved
 
 
@@ -108,7 +108,7 @@ def pack_kernel(
     TAILS: tl.constexpr,
 ):
     """Program (granule, tile, expert). ROWS_OF_BLOCK of every matrix go into a block of 16: 8 where
-    `second` is another matrix than `first`. PLAIN and TAILS are (bit, place) pairs."""
+    `second` is another matrix than `first`. PLAIN and TAILS: tables of (bit, place) pairs."""
     granule, tile, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     number = (expert * tl.num_programs(1) + tile) * GRANULES + granule
 
@@ -134,12 +134,12 @@ def pack_kernel(
                     second_codes, second_scales, expert, far_row, group, byte, rows, COLUMNS
                 )
             if pair == 3:
-                low |= _moved(codes, TAILS[k16][0])
-                high |= _moved(codes, TAILS[k16][1])
+                low |= _moved(codes, TAILS, 2 * k16)
+                high |= _moved(codes, TAILS, 2 * k16 + 1)
             elif k16 == 0:
-                low |= _moved(codes, PLAIN[pair])
+                low |= _moved(codes, PLAIN, pair)
             else:
-                high |= _moved(codes, PLAIN[pair])
+                high |= _moved(codes, PLAIN, pair)
     both = low.to(tl.uint32).to(tl.int64) | (high.to(tl.uint32).to(tl.int64) << 32)
     tl.store(words + number * 512 + lane, both)
 
