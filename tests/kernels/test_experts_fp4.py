@@ -65,7 +65,7 @@ def test_compiled(
     weight = prepare(drawn.weight, torch.bfloat16)
     assert isinstance(weight, Fp4Experts)
     tile = fitted(tile, capability)
-    rows, tile_expert, _ = sort_tokens(drawn.routed[0], 2, tile.rows)
+    rows, tile_expert, _ = sort_tokens(drawn.routed[0], 2, tile.rows, tile.rows)
     hidden = torch.empty(len(rows), 768, dtype=torch.bfloat16)
     by_slot = torch.empty(8, 1024, dtype=torch.bfloat16)
 

@@ -243,7 +243,7 @@ def in_four_bits(
     ids, slot_weights, *added = routed
     num_tokens, num_slots = ids.shape
     ids = ids.contiguous()
-    rows, tile_expert, _ = sort_tokens.run(ids, weight.num_experts, tile.rows)
+    rows, tile_expert, _ = sort_tokens.run(ids, weight.num_experts, tile.rows, tile.rows)
     grouped = (rows, tile_expert)
     hidden = x.new_empty(len(rows), weight.gate_up.features)
     four_bit = quantize_rows(x.contiguous(), weight.gate_up.width)

@@ -12,9 +12,13 @@ from tetrad.kernels.experts import packing
 from tetrad.kernels.experts.packing import (
     BLOCK_ROWS,
     GRANULE_COLUMNS,
+    HIGH,
+    LOW,
+    MIDDLE,
     PLAIN_PLACES,
     SCALE_NAN,
     SCALES_PER_GRANULE,
+    SIGN,
     TAIL_PLACES,
     UNSCALE,
     WORDS_PER_GRANULE,
@@ -22,8 +26,9 @@ from tetrad.kernels.experts.packing import (
 )
 from tetrad.kernels.triton_support import constexpr, jit, tl
 
-PLACES = tuple(tuple(places.items()) for places in PLAIN_PLACES)
-TAILS = tuple(tuple(places.items()) for both in TAIL_PLACES for places in both)
+_BOTH_PLACES = (*PLAIN_PLACES, *(places for both in TAIL_PLACES for places in both))
+PLACES = tuple(places.get(bit, -1) for places in _BOTH_PLACES for bit in (SIGN, HIGH, MIDDLE, LOW))
+"""Four to a table: three plain ones, then even and odd word of the even, of the odd step's tail."""
 NAN_BYTE = constexpr(SCALE_NAN)
 
 
@@ -35,12 +40,19 @@ def _spread(code_bytes):
 
 
 @jit()
-def _moved(codes, TABLES: tl.constexpr, TABLE: tl.constexpr):
-    """Both codes with their bits where one of some tables of (bit, place) pairs puts them."""
+def _moved(
+    codes, SIGN: tl.constexpr, HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
+    """Both codes with their bits at other places of each half; -1: the bit is left out."""
     moved = codes * 0
-    for bit in tl.static_range(len(TABLES[TABLE])):
-        one = (codes >> TABLES[TABLE][bit][0]) & 0x00010001
-        moved |= one << TABLES[TABLE][bit][1]
+    if SIGN >= 0:
+        moved |= ((codes >> 3) & 0x00010001) << SIGN
+    if HIGH >= 0:
+        moved |= ((codes >> 2) & 0x00010001) << HIGH
+    if MIDDLE >= 0:
+        moved |= ((codes >> 1) & 0x00010001) << MIDDLE
+    if LOW >= 0:
+        moved |= (codes & 0x00010001) << LOW
     return moved
 
 
@@ -104,11 +116,10 @@ def pack_kernel(
     COLUMNS: tl.constexpr,
     GRANULES: tl.constexpr,
     ROWS_OF_BLOCK: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TAILS: tl.constexpr,
+    P: tl.constexpr,
 ):
     """Program (granule, tile, expert). ROWS_OF_BLOCK of every matrix go into a block of 16: 8 where
-    `second` is another matrix than `first`. PLAIN and TAILS: tables of (bit, place) pairs."""
+    `second` is another matrix than `first`. P is PLACES."""
     granule, tile, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     number = (expert * tl.num_programs(1) + tile) * GRANULES + granule
 
@@ -134,12 +145,18 @@ def pack_kernel(
                     second_codes, second_scales, expert, far_row, group, byte, rows, COLUMNS
                 )
             if pair == 3:
-                low |= _moved(codes, TAILS, 2 * k16)
-                high |= _moved(codes, TAILS, 2 * k16 + 1)
+                low |= _moved(
+                    codes, P[12 + 8 * k16], P[13 + 8 * k16], P[14 + 8 * k16], P[15 + 8 * k16]
+                )
+                high |= _moved(
+                    codes, P[16 + 8 * k16], P[17 + 8 * k16], P[18 + 8 * k16], P[19 + 8 * k16]
+                )
             elif k16 == 0:
-                low |= _moved(codes, PLAIN, pair)
+                low |= _moved(codes, P[4 * pair], P[4 * pair + 1], P[4 * pair + 2], P[4 * pair + 3])
             else:
-                high |= _moved(codes, PLAIN, pair)
+                high |= _moved(
+                    codes, P[4 * pair], P[4 * pair + 1], P[4 * pair + 2], P[4 * pair + 3]
+                )
     both = low.to(tl.uint32).to(tl.int64) | (high.to(tl.uint32).to(tl.int64) << 32)
     tl.store(words + number * 512 + lane, both)
 
@@ -176,7 +193,6 @@ def launch(parts: tuple[Nvfp4Weight, ...]) -> PackedMatrix:
         granules,
         BLOCK_ROWS // len(parts),
         PLACES,
-        TAILS,
     )
     together = torch.stack([part.global_scale for part in parts], dim=1)
     return PackedMatrix(words, scales, together * UNSCALE)
