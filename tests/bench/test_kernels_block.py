@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.bench.test_kernels import ARCH, CPU, FixedTimer, plan, rows
+from tetrad.bench import kernels_block
 from tetrad.bench.kernels_block import NAME, block_cases, block_op, block_time, ops_with
 from tetrad.bench.kernels_check import truth_of
 from tetrad.core.presets import preset
@@ -99,6 +100,35 @@ def test_products_are_what_runs_between_sort_and_sum():
     assert found.grouped_us == 160.0
     assert found.ratio == 1.25
     assert found.target_us == pytest.approx(196.0)
+
+
+def test_a_product_may_take_two_launches():
+    parts = [("persistent_product", 100.0), ("grouped_product", 60.0)] * 2
+    found = block_time(launches(("sort_kernel", 2.0), *parts, ("reduce_kernel", 3.0)), 400.0)
+    assert found is not None
+    assert found.grouped_us == 320.0
+
+
+def test_no_choice_of_experts_hangs_on_rounding(monkeypatch: pytest.MonkeyPatch):
+    """Two right routers may break a near-tie differently, and the block would count as wrong."""
+    (case,) = block_cases(ARCH, Ranks(), Load(40))
+    check = block_op(ARCH).check
+    before = check.inputs(case, torch.float32, CPU)
+    monkeypatch.setattr(kernels_block, "CLEAR_GAP", 0.02)
+    after = check.inputs(case, torch.float32, CPU)
+    router = (
+        after["weight"]
+        .linear("gate", (ARCH.moe.num_experts, ARCH.hidden))
+        .dequantize(torch.float64)
+    )
+
+    def gaps(x: torch.Tensor) -> torch.Tensor:
+        scores = (x.double() @ router.T).sigmoid()
+        best = scores.topk(ARCH.moe.experts_per_token + 1).values
+        gap: torch.Tensor = best[:, -2] - best[:, -1]
+        return gap
+
+    assert gaps(before["x"]).min() < 0.02 < gaps(after["x"]).min()
 
 
 def test_another_order_of_launches_has_no_products():

@@ -13,7 +13,7 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.sort_tokens.contract import FEWEST_FILLED, max_tiles
 from tetrad.kernels.triton_support import constexpr, jit, next_power_of_2, tl, why_not
 
-SHAPES = ((256, 4), (2048, 8), (4096, 16))
+SHAPES = ((256, 4), (2048, 8), (8192, 16), (16384, 32))
 """(slots that a program reads at a time, its warps). The first that takes a step in one reading
 serves; the last serves the rest."""
 
