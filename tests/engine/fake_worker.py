@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from tests.engine.fakes import FakeRunner, make_limits, make_scheduler
+from tests.engine.fakes import Done, FakeRunner, make_limits, make_scheduler
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError
 from tetrad.core.messages import EngineProgress
-from tetrad.core.step import StepPlan, StepResult
+from tetrad.core.step import StepPlan
 from tetrad.engine.client import EngineClient
 from tetrad.engine.engine import Engine
 from tetrad.engine.process import main
@@ -31,11 +31,11 @@ class FakeEngineClient(EngineClient):
 
 
 class WilfulRunner(FakeRunner):
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Done:
         for work in plan.sequences:
             if work.start == 0:
                 self._obey(work.token_ids[0], work.rid)
-        return super().run(plan)
+        return super().launch(plan)
 
     def _obey(self, token_id: int, rid: str) -> None:
         if token_id == RAISES:

@@ -38,6 +38,16 @@ def expected_output(request: Request, seed: int) -> list[int]:
     return known[len(request.prompt_ids) :]
 
 
+class Done:
+    """What a fake runner gives back: there is nothing to wait for."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
 class FakeRunner:
     """`spoiled` rids write garbage and give logits that are not finite."""
 
@@ -45,10 +55,10 @@ class FakeRunner:
         self.slots = [UNWRITTEN] * (num_pages * PAGE_TOKENS)
         self.spoiled: set[str] = set()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Done:
         for work in plan.sequences:
             self._write(work)
-        return StepResult(tuple(self._sample(w) for w in plan.sequences if w.sample))
+        return Done(StepResult(tuple(self._sample(w) for w in plan.sequences if w.sample)))
 
     def _write(self, work: SequenceWork) -> None:
         for position, token_id in enumerate(work.token_ids, work.start):

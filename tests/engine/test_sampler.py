@@ -32,7 +32,7 @@ def make_work(
 
 def sample(logits: torch.Tensor, *works: SampleWork) -> list[SampledToken]:
     rids = [str(i) for i in range(len(works))]
-    return list(SAMPLER(logits.clone(), rids, works))
+    return list(SAMPLER(logits.clone(), rids, works).wait().sampled)
 
 
 def reference_rules(row: list[float], work: SampleWork) -> list[float]:

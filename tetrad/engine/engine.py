@@ -14,10 +14,20 @@ from tetrad.engine.scheduler import Scheduler
 RATE_WINDOW_S = 1.0
 
 
+class Launched(Protocol):
+    """A step that the device computes, or has computed."""
+
+    def wait(self) -> StepResult:
+        """Blocks until it is done."""
+        ...
+
+
 class StepRunner(Protocol):
     """Turns a plan into a result: `engine.runner.Runner`, or a fake in tests."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start a step, after those launched before."""
+        ...
 
 
 class Engine:
@@ -50,8 +60,7 @@ class Engine:
         if not self.has_work:
             return []
         plan = self.scheduler.schedule()
-        result = self.runner.run(plan)
-        outputs = self.scheduler.apply(plan, result)
+        outputs = self.scheduler.apply(plan, self.runner.launch(plan).wait())
         self._num_steps += 1
         self._rate.count(len(outputs))
         return outputs

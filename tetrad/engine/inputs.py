@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS, SequenceWork, StepPlan
 from tetrad.engine.blocks import pages_for
+from tetrad.engine.transfer import to_device
 from tetrad.layers.batch import ForwardBatch
 
 
@@ -37,14 +38,14 @@ class InputBuilder:
             slots=longs[2 * num_tokens : 3 * num_tokens],
             query_start=ints[: len(works) + 1],
             kv_lens=ints[len(works) + 1 :],
-            page_table=table.to(self._device, non_blocking=True),
+            page_table=to_device(table, self._device),
             logit_rows=longs[3 * num_tokens :],
             query_lens=query_lens,
             kv_lens_host=kv_lens,
         )
 
     def _send(self, values: array[int], dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(values, dtype=dtype).to(self._device, non_blocking=True)
+        return to_device(torch.frombuffer(values, dtype=dtype), self._device)
 
 
 def _token_columns(works: Sequence[SequenceWork]) -> list[int]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tetrad.core.step import StepPlan, StepResult
+from tetrad.core.step import StepPlan
 from tetrad.engine.inputs import InputBuilder
-from tetrad.engine.sampler import Sampler
+from tetrad.engine.sampler import Draws, Sampler
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 
@@ -33,9 +33,10 @@ class Runner:
         self._sampler = Sampler(sample_op)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step. Rows whose logits are not finite are marked, not raised."""
+    def launch(self, plan: StepPlan) -> Draws:
+        """Start one step; nothing here waits for the device. Rows whose logits are not finite are
+        marked, not raised."""
         logits = self.model(self._inputs.build(plan), self.cache)
         pairs = [(work.rid, work.sample) for work in plan.sequences if work.sample]
         rids = [rid for rid, _ in pairs]
-        return StepResult(self._sampler(logits, rids, [work for _, work in pairs]))
+        return self._sampler(logits, rids, [work for _, work in pairs])

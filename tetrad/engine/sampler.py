@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tetrad.core.request import SamplingParams, TokenLogprob
-from tetrad.core.step import SampledToken, SampleWork
+from tetrad.core.step import SampledToken, SampleWork, StepResult
 from tetrad.engine.philox import uniform
+from tetrad.engine.transfer import Fetch, to_device
 
 MIN_TEMPERATURE = 1e-5
 """Below this a request is greedy: dividing by less overflows float32."""
@@ -26,34 +27,61 @@ Cells = tuple[list[int], list[int], list[float]]
 """Rows, token ids and a number for each: what a rule does to the logits."""
 
 
+class Draws:
+    """The tokens of one step. They are on the device until somebody waits for them."""
+
+    def __init__(
+        self, ids: Tensor, rids: Sequence[str], top: tuple[Tensor, ...], counts: dict[int, int]
+    ) -> None:
+        """`ids` [R] int64 on the device, -1 where logits were not finite. `top`: the names and
+        log-probabilities of `_top_log_probs`, of the rows in `counts`; each with its number."""
+        self.ids = ids
+        self.rids = rids
+        self._counts = counts
+        self._fetch = Fetch(ids, *top)
+
+    def wait(self) -> StepResult:
+        """Blocks until the step has run."""
+        ids, *top = self._fetch.wait()
+        logprobs = _told(self._counts, *top) if self._counts else {}
+        pairs = zip(self.rids, ids.tolist(), strict=True)
+        return StepResult(
+            tuple(
+                SampledToken(
+                    rid, token_id, token_id >= 0, logprobs.get(row) if token_id >= 0 else None
+                )
+                for row, (rid, token_id) in enumerate(pairs)
+            )
+        )
+
+
 class Sampler:
     """Chooses one token for each row. `sample_op` is the chosen backend of the `sample` op."""
 
     def __init__(self, sample_op: Callable[..., Tensor]) -> None:
         self._sample_op = sample_op
 
-    def __call__(
-        self, logits: Tensor, rids: Sequence[str], works: Sequence[SampleWork]
-    ) -> tuple[SampledToken, ...]:
+    def __call__(self, logits: Tensor, rids: Sequence[str], works: Sequence[SampleWork]) -> Draws:
         """`logits` [R, V] fp32, one row for each of `rids` and `works`; overwritten."""
         if not works:
-            return ()
+            return Draws(logits.new_empty(0, dtype=torch.int64), rids, (), {})
         is_finite = logits.isfinite().all(dim=1)
         logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
-        wanted = [row for row, work in enumerate(works) if work.params.num_logprobs is not None]
-        log_probs = logits[wanted].log_softmax(dim=1) if wanted else None
+        counts = {
+            row: work.params.num_logprobs
+            for row, work in enumerate(works)
+            if work.params.num_logprobs is not None
+        }
+        rows = to_device(torch.tensor(list(counts), dtype=torch.int64), logits.device)
+        log_probs = logits[rows].log_softmax(dim=1)
         apply_rules(logits, works)
         # Whatever a rule made of a row, it must cost that request alone: no op may see a row
         # without a best token.
         is_finite &= logits.amax(dim=1).isfinite()
         logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
         ids = self._choose(logits, works)
-        chosen: list[int] = ids.where(is_finite, -1).tolist()
-        tops = _top_log_probs(log_probs, ids, wanted, works) if log_probs is not None else {}
-        return tuple(
-            SampledToken(rid, token_id, token_id >= 0, tops.get(row) if token_id >= 0 else None)
-            for row, (rid, token_id) in enumerate(zip(rids, chosen, strict=True))
-        )
+        top = _top_log_probs(log_probs, ids[rows], max(counts.values())) if counts else ()
+        return Draws(ids.where(is_finite, -1), rids, top, counts)
 
     def _choose(self, logits: Tensor, works: Sequence[SampleWork]) -> Tensor:
         temperatures = [_temperature(work.params) for work in works]
@@ -64,16 +92,15 @@ class Sampler:
             for work, temperature in zip(works, temperatures, strict=True)
         ]
         params = [work.params for work in works]
-        columns = torch.tensor(
-            [
-                temperatures,
-                [max(p.top_p, MIN_TOP_P) for p in params],
-                [p.min_p for p in params],
-                draws,
-            ]
-        ).to(logits.device, non_blocking=True)
-        top_k = torch.tensor([p.top_k for p in params]).to(logits.device, non_blocking=True)
-        temperature, top_p, min_p, draw = columns
+        columns = [
+            temperatures,
+            [max(p.top_p, MIN_TOP_P) for p in params],
+            [p.min_p for p in params],
+            draws,
+        ]
+        on_device = to_device(torch.tensor(columns), logits.device)
+        top_k = to_device(torch.tensor([p.top_k for p in params]), logits.device)
+        temperature, top_p, min_p, draw = on_device
         return self._sample_op(logits, temperature, top_k, top_p, min_p, draw)
 
 
@@ -131,22 +158,25 @@ def _cells(
 
 def _on(device: torch.device, cells: Cells) -> tuple[tuple[Tensor, Tensor], Tensor]:
     rows, ids, values = cells
-    where = torch.tensor([rows, ids]).to(device, non_blocking=True)
-    numbers = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+    where = to_device(torch.tensor([rows, ids]), device)
+    numbers = to_device(torch.tensor(values, dtype=torch.float32), device)
     return (where[0], where[1]), numbers
 
 
-def _top_log_probs(
-    log_probs: Tensor, ids: Tensor, rows: list[int], works: Sequence[SampleWork]
-) -> dict[int, TokenLogprob]:
-    """Row → log-probabilities of its token and of the best ones. `log_probs` [len(rows), V]."""
-    chosen = ids[rows].unsqueeze(1)
-    counts = [works[row].params.num_logprobs or 0 for row in rows]
-    best, best_ids = log_probs.topk(min(max(counts), log_probs.shape[1]), dim=1)
-    numbers = torch.cat([log_probs.gather(1, chosen), best], dim=1).tolist()
-    names = torch.cat([chosen, best_ids], dim=1).tolist()
+def _top_log_probs(log_probs: Tensor, ids: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Token ids [n, 1 + m] and log-probabilities [n, 1 + m] of `ids` [n] and then of the `most`
+    best, or of as many as there are. `log_probs` [n, V]."""
+    chosen = ids.unsqueeze(1)
+    best, best_ids = log_probs.topk(min(most, log_probs.shape[1]), dim=1)
+    numbers = torch.cat([log_probs.gather(1, chosen), best], dim=1)
+    return torch.cat([chosen, best_ids], dim=1), numbers
+
+
+def _told(counts: dict[int, int], names: Tensor, numbers: Tensor) -> dict[int, TokenLogprob]:
+    """Row → log-probabilities of its token and of as many of the best as it asked for."""
     found = {}
-    for row, count, values, token_ids in zip(rows, counts, numbers, names, strict=True):
+    rows = zip(counts.items(), names.tolist(), numbers.tolist(), strict=True)
+    for (row, count), token_ids, values in rows:
         top = tuple(zip(token_ids[1 : count + 1], values[1 : count + 1], strict=True))
         found[row] = TokenLogprob(token_ids[0], values[0], top)
     return found
