@@ -41,7 +41,7 @@ CONTRACT = Contract(
         Argument(
             "weight", "[E, F, D] x 2, [E, D, F]", "weight", "gate, up and down of each expert"
         ),
-        Argument("ids", "[T, K]", "int64", "expert of each slot; below 0: dropped"),
+        Argument("ids", "[T, K]", "int64", "a token's experts, all different; below 0: dropped"),
         Argument("slot_weights", "[T, K]", "float32", "weight of each slot, from route"),
         Argument("shared", "[T, D]", "activation", "the shared expert's output, added; or None"),
         Argument("residual", "[T, D]", "activation", "added last; or None"),

@@ -35,7 +35,12 @@ CONTRACT = Contract(
     name="sort_tokens",
     summary="slots sorted by expert, dealt evenly to padded tiles; sizes fixed by shapes",
     arguments=(
-        Argument("ids", "[T, K]", "int64", "expert of each slot; below 0: dropped. int32 will do"),
+        Argument(
+            "ids",
+            "[T, K]",
+            "int64",
+            "a token's experts, all different; below 0: dropped. int32 will do",
+        ),
         Argument("num_experts", "", "int", "E; every id is below it"),
         Argument("block", "", "int", "positions of a tile"),
         Argument("small_block", "", "int", "slots of a small tile: `block`, or less than 4/5"),

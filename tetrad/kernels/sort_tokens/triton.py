@@ -13,7 +13,7 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.sort_tokens.contract import FEWEST_FILLED, max_tiles
 from tetrad.kernels.triton_support import constexpr, jit, next_power_of_2, tl, why_not
 
-SHAPES = ((256, 4), (2048, 8), (8192, 16), (16384, 32))
+SHAPES = ((256, 4), (2048, 8), (4096, 16))
 """(slots that a program reads at a time, its warps). The first that takes a step in one reading
 serves; the last serves the rest."""
 
@@ -29,10 +29,12 @@ def _fill(where, begin, end, step, value, SPAN: tl.constexpr):
 
 
 @jit()
-def _read(ids, start, num_slots, CHUNK: tl.constexpr):
-    """Experts of CHUNK slots, -1 past the last."""
-    slot = start + tl.arange(0, CHUNK)
-    return tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+def _read(ids, start, num_tokens, SLOTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """[CHUNK, WIDTH]: experts of the tokens from `start` on, -1 where there is no slot."""
+    token = start + tl.arange(0, CHUNK)[:, None]
+    slot = tl.arange(0, WIDTH)[None, :]
+    is_there = (token < num_tokens) & (slot < SLOTS)
+    return tl.load(ids + token * SLOTS + slot, mask=is_there, other=-1).to(tl.int32)
 
 
 @jit()
@@ -44,12 +46,36 @@ def _tiles_of(counts, BLOCK: tl.constexpr, SMALL_BLOCK: tl.constexpr):
     return tiles, tl.maximum(counts + tiles - 1, 0) // tl.maximum(tiles, 1)
 
 
-@jit(do_not_specialize=["num_slots", "most_tiles"])
+@jit()
+def _place(
+    ids, mine, expert, each, num_tokens,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write an expert's slots to its tiles, which begin at `mine`."""
+    slot_number = tl.arange(0, WIDTH)[None, :] + 1
+    num_placed = 0
+    chosen = _read(ids, 0, num_tokens, SLOTS, WIDTH, CHUNK)
+    for start in range(0, num_tokens, CHUNK):
+        ahead = _read(ids, start + CHUNK, num_tokens, SLOTS, WIDTH, CHUNK)
+        # a token's experts differ, so at most one of its slots is ours
+        found = tl.sum(tl.where(chosen == expert, slot_number, 0), axis=1)
+        is_mine = (found > 0).to(tl.int32)
+        rank = num_placed + tl.cumsum(is_mine, 0) - 1
+        at = rank // each * BLOCK + rank % each
+        slot = (start + tl.arange(0, CHUNK)) * SLOTS + found - 1
+        tl.store(mine + at, slot, mask=is_mine != 0)
+        num_placed += tl.sum(is_mine)
+        chosen = ahead
+
+
+@jit(do_not_specialize=["num_tokens", "most_tiles"])
 def sort_kernel(
     ids,
     rows,
-    num_slots,
+    num_tokens,
     most_tiles,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_BINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,16 +85,18 @@ def sort_kernel(
 ):
     """Program e writes the tiles of expert e, and a share of what lies behind the last tile.
 
-    The three results lie one after another from `rows` on.
+    The three results lie one after another from `rows` on. CHUNK tokens are read at a time, with
+    SLOTS slots each; WIDTH is the power of two that holds these.
     """
     tile_expert = rows + most_tiles * BLOCK
     num_tiles = tile_expert + most_tiles
     expert = tl.program_id(0)
     counts = tl.zeros([NUM_BINS], tl.int32)
-    chosen = _read(ids, 0, num_slots, CHUNK)
-    for start in range(0, num_slots, CHUNK):
-        ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
-        counts += tl.histogram(chosen, NUM_BINS, mask=chosen >= 0)
+    chosen = _read(ids, 0, num_tokens, SLOTS, WIDTH, CHUNK)
+    for start in range(0, num_tokens, CHUNK):
+        ahead = _read(ids, start + CHUNK, num_tokens, SLOTS, WIDTH, CHUNK)
+        flat = chosen.reshape([CHUNK * WIDTH])
+        counts += tl.histogram(flat, NUM_BINS, mask=flat >= 0)
         chosen = ahead
     tiles, each_of = _tiles_of(counts, BLOCK, SMALL_BLOCK)
     bins = tl.arange(0, NUM_BINS)
@@ -80,16 +108,7 @@ def sort_kernel(
     each = tl.maximum(each, 1)
 
     mine = rows + first * BLOCK
-    num_placed = 0
-    chosen = _read(ids, 0, num_slots, CHUNK)
-    for start in range(0, num_slots, CHUNK):
-        ahead = _read(ids, start + CHUNK, num_slots, CHUNK)
-        is_mine = (chosen == expert).to(tl.int32)
-        rank = num_placed + tl.cumsum(is_mine, 0) - 1
-        at = rank // each * BLOCK + rank % each
-        tl.store(mine + at, start + tl.arange(0, CHUNK), mask=is_mine != 0)
-        num_placed += tl.sum(is_mine)
-        chosen = ahead
+    _place(ids, mine, expert, each, num_tokens, SLOTS, WIDTH, BLOCK, CHUNK)
     for start in range(0, num_mine * BLOCK, SPAN):
         at = start + tl.arange(0, SPAN)
         rank = at // BLOCK * each + at % BLOCK
@@ -110,20 +129,23 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ids` must be contiguous."""
     assert ids.is_contiguous()
-    num_slots = ids.numel()
-    most = max_tiles(num_slots, num_experts, small_block)
-    chunk, num_warps = next((s for s in SHAPES if num_slots <= s[0]), SHAPES[-1])
+    num_tokens, num_slots = ids.shape
+    most = max_tiles(num_tokens * num_slots, num_experts, small_block)
+    width = next_power_of_2(num_slots)
+    chunk, num_warps = next((s for s in SHAPES if num_tokens * width <= s[0]), SHAPES[-1])
     buffer = ids.new_empty(most * (block + 1) + 2, dtype=torch.int32)
     sort_kernel[(num_experts,)](
         ids,
         buffer,
-        num_slots,
+        num_tokens,
         most,
+        num_slots,
+        width,
         num_experts,
         next_power_of_2(max(num_experts, 32)),
         block,
         small_block,
-        chunk,
+        max(chunk // width, 1),
         128,
         num_warps=num_warps,
     )
