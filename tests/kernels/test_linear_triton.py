@@ -156,7 +156,7 @@ def test_what_cannot_fit_is_refused_with_both_numbers():
 def test_every_step_has_a_tile_that_fits(capability: tuple[int, int], bits: int):
     for num_tokens in (1, 16, 17, 64, 65, 100_000):
         tile = tile_for(num_tokens, capability, bits)
-        assert tile.rows >= min(num_tokens, 128)
+        assert 16 <= tile.rows <= max(16, 2 * num_tokens)
         assert fitted(tile, 6144, capability, bits).stages >= 2
     for tiles in (NVFP4_HOPPER_TILES, FP8_HOPPER_TILES, NVFP4_OTHER_TILES, FP8_OTHER_TILES):
         limits = [limit for limit, _ in tiles]
@@ -167,19 +167,19 @@ def test_every_step_has_a_tile_that_fits(capability: tuple[int, int], bits: int)
 @pytest.mark.parametrize("num_tokens", [1, 16, 32, 64, 512, 2048])
 def test_splits_fill_a_gpu_and_divide_the_work(out: int, width: int, num_tokens: int):
     tile = fitted(tile_for(num_tokens, (9, 0), 4), width, (9, 0), 4)
-    splits = splits_for(tile, num_tokens, out // 128, width, H200_CORES)
+    splits = splits_for(tile, num_tokens, out // 128, width, H200_CORES, 2)
     assert width // tile.columns % splits == 0
     assert 1 <= splits <= MOST_SPLITS
     programs = splits * (out // 128) * -(-num_tokens // tile.rows)
-    assert programs >= H200_CORES
+    assert programs >= 0.7 * H200_CORES
     if splits > 1:
         assert programs <= 3 * H200_CORES
 
 
 def test_large_steps_and_small_gpus_do_not_split():
     tile = tile_for(4096, (9, 0), 4)
-    assert splits_for(tile, 4096, 48, 2048, H200_CORES) == 1
-    assert splits_for(tile, 1, 48, 2048, 1) == 1
+    assert splits_for(tile, 4096, 48, 2048, H200_CORES, 2) == 1
+    assert splits_for(tile, 1, 48, 2048, 1, 2) == 1
 
 
 @pytest.mark.parametrize("format_name", ["nvfp4", "fp8_block", "fp8_tensor"])

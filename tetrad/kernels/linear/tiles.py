@@ -13,9 +13,9 @@ from tetrad.kernels.triton_support import cdiv, next_power_of_2
 SCRATCH_BYTES = 8 << 10
 """For turning results around while the buffers of the loop are still in use."""
 SMALL_COLUMNS = 64
-PROGRAMS_PER_CORE = 3
-"""Programs that a multiprocessor holds at once; more splits would only queue."""
 MOST_SPLITS = 16
+SUM_STEPS = 0.035
+"""What it takes to add one token's 128 numbers of a part, in steps of 128 columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,10 @@ class LinearTile:
     warps: int = 4
     group: int = 16
     """Token tiles that go through the weights side by side, to meet in the L2 cache."""
+
+    def at_once(self, capability: Capability, bits: int) -> int:
+        """Programs for which a multiprocessor has the shared memory."""
+        return max(1, shared_bytes_of(capability) // self.shared_bytes(capability, bits))
 
     def shared_bytes(self, capability: Capability, bits: int) -> int:
         """Shared memory that Triton takes at most; `bits` of a weight in memory, scales apart.
@@ -50,18 +54,17 @@ class LinearTile:
 Tiles = tuple[tuple[float, LinearTile], ...]
 """Tokens of a step up to which a tile is taken, by rising number; the last has no limit."""
 
-NVFP4_HOPPER_TILES: Tiles = (
+_FEW_TOKENS: Tiles = (
     (16, LinearTile(rows=16, columns=128, stages=4)),
-    (32, LinearTile(rows=32, columns=128, stages=4)),
-    (64, LinearTile(rows=64, columns=64, stages=4)),
+    (64, LinearTile(rows=32, columns=128, stages=4)),
+)
+NVFP4_HOPPER_TILES: Tiles = (
+    *_FEW_TOKENS,
+    (512, LinearTile(rows=64, columns=64, stages=4)),
     (math.inf, LinearTile(rows=128, columns=64, stages=3)),
 )
-"""The sizes that the experts' kernel is fastest with on an H200."""
-FP8_HOPPER_TILES: Tiles = (
-    *NVFP4_HOPPER_TILES[:-1],
-    (math.inf, LinearTile(rows=128, columns=64, stages=3, warps=8)),
-)
-"""Two accumulators of the largest tile need the registers of eight warps."""
+FP8_HOPPER_TILES: Tiles = (*_FEW_TOKENS, (math.inf, LinearTile(rows=64, columns=128, stages=4)))
+"""Measured on an H200 with matrices of 2048 x 6144, 6144 x 2048 and 12288 x 6144."""
 NVFP4_OTHER_TILES: Tiles = (
     (16, LinearTile(rows=16, columns=64, stages=4)),
     (32, LinearTile(rows=32, columns=64, stages=4)),
@@ -100,20 +103,22 @@ def fitted(tile: LinearTile, width: int, capability: Capability, bits: int) -> L
     )
 
 
-def splits_for(tile: LinearTile, num_tokens: int, weight_tiles: int, width: int, cores: int) -> int:
+def splits_for(
+    tile: LinearTile, num_tokens: int, weight_tiles: int, width: int, cores: int, at_once: int
+) -> int:
     """Into how many parts to split each sum over `width` columns: what should take least time.
 
-    In steps of the loop: what the busiest multiprocessor does, and what it takes to add the parts
-    up. The number of parts divides the steps, so that every program has as many, a constant. Tiles
-    of tokens count as the next power of two, so that few programs are compiled.
+    In steps of 128 columns: what the busiest multiprocessor does, and what the last program takes
+    to add the parts up, both from times on an H200. The number of parts divides the steps, so that
+    every program has as many, a constant. Tiles of tokens count as the next power of two, so that
+    few programs are compiled. A multiprocessor holds `at_once` programs; more would queue.
     """
     steps = width // tile.columns
     tiles = weight_tiles * next_power_of_2(cdiv(num_tokens, tile.rows))
-    most = max(1, min(MOST_SPLITS, cores * PROGRAMS_PER_CORE // tiles))
+    most = max(1, min(MOST_SPLITS, cores * at_once // tiles))
 
     def cost(splits: int) -> float:
-        # a program alone waits about half of its time
-        busiest = max(2, cdiv(tiles * splits, cores)) * (steps // splits)
-        return busiest + (splits * tile.rows / tile.columns if splits > 1 else 0)
+        busiest = cdiv(tiles * splits, cores) * (steps // splits) * tile.columns / 128
+        return busiest + (SUM_STEPS * splits * min(num_tokens, tile.rows) if splits > 1 else 0)
 
     return min((splits for splits in range(1, most + 1) if steps % splits == 0), key=cost)

@@ -177,7 +177,14 @@ def run(x: Tensor, weight: Prepared) -> Tensor:
     capability = torch.cuda.get_device_capability(x.device)
     width = weight.packed_width
     tile = fitted(tile_for(len(x), capability, weight.bits), width, capability, weight.bits)
-    splits = splits_for(tile, len(x), weight.num_tiles, width, cores_of(x.device))
+    splits = splits_for(
+        tile,
+        len(x),
+        weight.num_tiles,
+        width,
+        cores_of(x.device),
+        tile.at_once(capability, weight.bits),
+    )
     return product(x.contiguous(), weight, tile, splits, capability)
 
 
