@@ -50,9 +50,9 @@ def _choose(
     best = logits[ranked[0]]
     ranked = ranked[: top_k or None]
     weight = {token: math.exp((logits[token] - best) / temperature) for token in ranked}
-    nucleus, share = [], 0.0
+    nucleus, share, total = [], 0.0, sum(weight.values())
     for token in ranked:
-        if share >= top_p * sum(weight.values()):
+        if share >= top_p * total:
             break
         nucleus.append(token)
         share += weight[token]
