@@ -16,10 +16,11 @@ from tetrad.bench.kernels_breakdown import RUNS, launch_times
 from tetrad.bench.kernels_ceilings import CPU_BYTES, CPU_EDGE, measure_ceilings
 from tetrad.bench.kernels_check import truth_of
 from tetrad.core.arch import ModelArch
+from tetrad.core.ranks import Ranks
 from tetrad.core.records import CallTime, Ceilings, KernelTiming
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.shapes import Load, Ranks, cases_for
+from tetrad.kernels.shapes import Load, cases_for
 
 CPU = torch.device("cpu")
 ARCH = ModelArch.from_config(TINY_GLM)

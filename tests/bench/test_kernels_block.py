@@ -13,9 +13,10 @@ from tetrad.bench import kernels_block
 from tetrad.bench.kernels_block import NAME, block_cases, block_op, block_time, ops_with
 from tetrad.bench.kernels_check import truth_of
 from tetrad.core.presets import preset
+from tetrad.core.ranks import Ranks
 from tetrad.core.records import LaunchTime
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.shapes import Load, Ranks
+from tetrad.kernels.shapes import Load
 from tetrad.layers.moe import JoinedFront
 
 GLM = preset("glm-5")

@@ -12,16 +12,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "formats": {"core"},
     "kernels": {"core", "formats"},
-    "layers": {"core", "formats", "kernels"},
-    "models": {"core", "formats", "kernels", "layers"},
-    "engine": {"core", "kernels", "layers", "models"},
+    "distributed": {"core"},
+    "layers": {"core", "formats", "kernels", "distributed"},
+    "models": {"core", "formats", "kernels", "layers", "distributed"},
+    "engine": {"core", "kernels", "layers", "models", "distributed"},
     "server": {"core", "engine", "data"},
     "bench": {"core"},
-    "cli": {"core", "data", "formats", "kernels", "models", "engine", "server", "bench"},
+    "roofline": {"core"},
+    "cli": {
+        *("core", "data", "formats", "kernels", "models", "engine", "server", "bench"),
+        *("distributed", "roofline"),
+    },
 }
-KERNEL_TIMER = "kernels"
-"""Files of `bench` whose names begin so measure kernels, and the layer made of them, and may import
-both, formats and torch; but not the one with the options, which `--help` reads."""
+TIMERS: dict[str, set[str]] = {
+    "kernels": {"formats", "kernels", "layers"},
+    "rank": {"formats", "kernels", "layers", "models", "distributed", "roofline"},
+}
+"""Files of `bench` whose names begin so time kernels, and the layer made of them, or one rank's
+program. They may import what they time, and torch; but not those with the options, which `--help`
+reads."""
+COSTS = "roofline"
+"""This room reads ops' contracts, and nothing else of `kernels`."""
 TORCH_FREE_ENGINE = {
     "admission",
     "blocks",
@@ -45,16 +56,21 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def times_kernels(path: Path) -> bool:
-    """Is this a file of the kernel timer?"""
-    in_bench = path.parent == PACKAGE / "bench"
-    return in_bench and path.stem.startswith(KERNEL_TIMER) and path.stem != "kernels_options"
+def timed(path: Path) -> set[str]:
+    """The rooms that a file of `bench` times; none but for the timers."""
+    if path.parent != PACKAGE / "bench" or path.stem.endswith("_options"):
+        return set()
+    return TIMERS.get(path.stem.partition("_")[0], set())
 
 
 def may_import(path: Path) -> set[str]:
     """The rooms that a file may import besides its own."""
-    extra = {"formats", "kernels", "layers"} if times_kernels(path) else set()
-    return MAY_IMPORT[room(module_name(path))] | extra
+    return MAY_IMPORT[room(module_name(path))] | timed(path)
+
+
+def is_contract(module: str) -> bool:
+    """A contract, or what contracts are made of?"""
+    return module.startswith("tetrad.kernels.") and module.split(".")[-1] == "contract"
 
 
 def tetrad_imports() -> list[Import]:
@@ -75,17 +91,26 @@ def test_no_import_runs_back_up():
         and (home := room(module_name(i.path)))
         and target != home
         and target not in may_import(i.path)
+        and not (home == COSTS and is_contract(i.module))
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_the_kernel_timer_may_import_kernels_in_bench():
+def test_only_the_timers_may_import_kernels_in_bench():
     bench = PACKAGE / "bench"
     assert may_import(bench / "kernels_check.py") == {"core", "formats", "kernels", "layers"}
     assert may_import(bench / "kernels_options.py") == {"core"}
+    assert may_import(bench / "rank_options.py") == {"core"}
     assert may_import(bench / "client.py") == {"core"}
-    assert times_kernels(bench / "kernels.py")
-    assert not times_kernels(PACKAGE / "cli" / "bench_kernels.py")
+    assert "models" in may_import(bench / "rank_trace.py")
+    assert "engine" not in may_import(bench / "rank.py")
+    assert not timed(PACKAGE / "cli" / "bench_kernels.py")
+
+
+def test_the_cost_model_reads_contracts_only():
+    assert is_contract("tetrad.kernels.contract")
+    assert is_contract("tetrad.kernels.linear.contract")
+    assert not is_contract("tetrad.kernels.shapes")
 
 
 def test_no_import_of_tetrad_hides_inside_a_function_outside_cli():
@@ -109,7 +134,8 @@ def test_core_needs_only_the_standard_library_and_pydantic():
 def test_what_must_not_know_torch_does_not():
     files: list[Path] = [
         *python_files(PACKAGE / "server"),
-        *(path for path in python_files(PACKAGE / "bench") if not times_kernels(path)),
+        *(path for path in python_files(PACKAGE / "bench") if not timed(path)),
+        *python_files(PACKAGE / "roofline"),
         *sorted((PACKAGE / "kernels").glob("*/contract.py")),
         *(PACKAGE / "engine" / f"{name}.py" for name in sorted(TORCH_FREE_ENGINE)),
     ]

@@ -7,10 +7,11 @@ import torch
 
 from tetrad.core.errors import ConfigError
 from tetrad.core.presets import PRESETS, preset
+from tetrad.core.ranks import Ranks
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.shapes import Load, Ranks, cases_for, rows_per_expert, step_tokens
+from tetrad.kernels.shapes import Load, cases_for, rows_per_expert, step_tokens
 
 GLM = preset("glm-5")
 

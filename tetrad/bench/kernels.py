@@ -23,13 +23,14 @@ from tetrad.bench.kernels_breakdown import breakdown
 from tetrad.bench.kernels_ceilings import measure_ceilings
 from tetrad.bench.kernels_check import Arguments, Truth, truth_of
 from tetrad.core.arch import ModelArch
+from tetrad.core.ranks import Ranks
 from tetrad.core.records import CallTime, Ceilings, KernelTiming, LaunchTime
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import told
 from tetrad.kernels.contract import Case, num_rows
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.shapes import Load, Ranks, cases_for, step_tokens
+from tetrad.kernels.shapes import Load, cases_for, step_tokens
 from tetrad.kernels.timer import CudaTimer, Timer, timer_for
 
 CEILINGS_SHARE = 0.1

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.ranks import Ranks
 from tetrad.core.records import BlockTime, LaunchTime
 from tetrad.formats.weights import Weight
 from tetrad.kernels import quick_weights
@@ -25,7 +26,7 @@ from tetrad.kernels.draw import Draw
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.route import check as route
 from tetrad.kernels.select import OP_NAMES, OpSet
-from tetrad.kernels.shapes import Load, Ranks
+from tetrad.kernels.shapes import Load
 from tetrad.layers.moe import Moe
 from tetrad.layers.source import WeightLedger, WeightSource
 

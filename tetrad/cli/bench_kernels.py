@@ -62,8 +62,9 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
     import torch
 
     from tetrad.bench.kernels import KernelBench, op_names
+    from tetrad.core.ranks import Ranks
     from tetrad.kernels.registry import OPS
-    from tetrad.kernels.shapes import Load, Ranks
+    from tetrad.kernels.shapes import Load
 
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:

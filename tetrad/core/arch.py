@@ -12,7 +12,7 @@ Axis letters used in shapes all over the project:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,14 @@ class ModelArch:
             moe=_moe(read, num_layers),
             eos_ids=_eos_ids(config),
         )
+
+    def first_layers(self, num_layers: int | None) -> ModelArch:
+        """The same model with its first `num_layers` only; None, or more than it has: all."""
+        if num_layers is None or num_layers >= self.num_layers:
+            return self
+        full = tuple(layer for layer in self.indexer.full_layers if layer < num_layers)
+        indexer = replace(self.indexer, full_layers=full)
+        return replace(self, num_layers=num_layers, indexer=indexer)
 
 
 class _Reader:

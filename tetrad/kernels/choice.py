@@ -16,12 +16,13 @@ from torch import Tensor
 from tetrad import __version__
 from tetrad.core.arch import ModelArch
 from tetrad.core.hardware import DeviceSnapshot
+from tetrad.core.ranks import Ranks
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import told
 from tetrad.kernels.choice_cache import FILE_NAME, ChoiceCache, cache_folder, source_digest
 from tetrad.kernels.compare import compare
 from tetrad.kernels.contract import Case
-from tetrad.kernels.shapes import Load, Ranks, cases_for
+from tetrad.kernels.shapes import Load, cases_for
 from tetrad.kernels.timer import Timer, timer_for
 
 TOKENS = (8, 64, 512, 2048)

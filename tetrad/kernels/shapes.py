@@ -1,7 +1,6 @@
 """The shapes at which a real model calls each op: from its dimensions, its ranks and a load.
 
-Sharding as tensor and expert parallelism do it: `ep` deals out whole experts; `tp` splits heads,
-dense and shared widths, and experts' widths as far as `ep` has not already dealt them out.
+`tp` splits heads, dense and shared widths; `core/ranks.py` says how experts lie.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal
 import torch
 
 from tetrad.core.arch import ModelArch
-from tetrad.core.errors import ConfigError
+from tetrad.core.ranks import Ranks
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.formats.weights import NVFP4_BLOCK
 from tetrad.kernels.contract import Case, case
@@ -26,32 +25,6 @@ MOST_SEQUENCES = 64
 MOST_SAMPLED = 256
 """Sequences that get a token in one step; the other rows of a large step belong to prompts."""
 SORT_BLOCK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """How many ranks share a layer, and how many its experts."""
-
-    tp: int = 1
-    ep: int = 1
-
-    @property
-    def expert_tp(self) -> int:
-        """Ranks that share one expert."""
-        return max(1, self.tp // self.ep)
-
-    def check(self, arch: ModelArch) -> None:
-        """Raise ConfigError when they do not divide the model."""
-        if self.tp > self.ep and self.tp % self.ep:
-            raise ConfigError(f"--ranks tp={self.tp},ep={self.ep}: tp must be a multiple of ep.")
-        for what, size, parts in (
-            ("experts", arch.moe.num_experts, self.ep),
-            ("attention heads", arch.mla.num_heads, self.tp),
-            ("columns of a dense layer", arch.dense_intermediate, self.tp),
-            ("columns of an expert", arch.moe.intermediate, self.expert_tp),
-        ):
-            if size % parts:
-                raise ConfigError(f"--ranks: {size:,} {what} cannot be dealt to {parts} ranks.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from tetrad.layers.cache import KvCache
 from tetrad.layers.mla import MlaAttention
 from tetrad.layers.mlp import Mlp
 from tetrad.layers.moe import Moe
+from tetrad.layers.moe_ranks import moe_of
 from tetrad.layers.norm import RmsNorm
 from tetrad.layers.rope import Rotation
 from tetrad.layers.source import WeightSource
@@ -26,7 +27,8 @@ class DecoderLayer:
         if layer < arch.moe.first_dense_layers:
             self.mlp = Mlp(source.at("mlp"), arch.hidden, arch.dense_intermediate)
         else:
-            self.mlp = Moe(arch, source.at("mlp"))
+            self.mlp = moe_of(arch, source.at("mlp"))
+        self.others = source.others
 
     def __call__(
         self,
@@ -40,5 +42,5 @@ class DecoderLayer:
         attended, selected = self.attention(
             self.attention_norm(hidden), batch, rotation, cache, selected
         )
-        hidden = hidden + attended
+        hidden = hidden + self.others.all_reduce(attended)
         return self.mlp(self.mlp_norm(hidden), hidden), selected

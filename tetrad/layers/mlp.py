@@ -32,7 +32,8 @@ class Mlp:
         gate, up = (source.stored(f"{name}_proj", intermediate, hidden) for name in ("gate", "up"))
         self.gate_up = GateUp(source, gate, up)
         self.down = Linear(source, "down_proj", hidden, intermediate)
+        self.others = source.others
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, D] and [T, D] to [T, D]."""
-        return residual + self.down(self.gate_up(x))
+        return residual + self.others.all_reduce(self.down(self.gate_up(x)))

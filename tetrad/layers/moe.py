@@ -77,10 +77,17 @@ class Moe:
     Logits are fp32 and no product of theirs is rounded: the spread of the router's bias is a few
     bf16 steps, so that rounding would send tokens to other experts.
 
-    `held`: the experts of this rank; the others' slots are dropped. None: all.
+    `held`: the experts of this rank; the others' slots are dropped. None: all. `sends_rows`: tokens
+    are routed over all ranks, and whoever hands them to the experts drops slots.
     """
 
-    def __init__(self, arch: ModelArch, source: WeightSource, held: range | None = None) -> None:
+    def __init__(
+        self,
+        arch: ModelArch,
+        source: WeightSource,
+        held: range | None = None,
+        sends_rows: bool = False,
+    ) -> None:
         moe, hidden, width = arch.moe, arch.hidden, arch.moe.shared_intermediate
         self.experts_op = source.ops.experts
         router = source.stored("gate", moe.num_experts, hidden)
@@ -88,10 +95,11 @@ class Moe:
         up = source.stored("shared_experts.up_proj", width, hidden)
         stored = (router, gate, up)
         self.front: JoinedFront | SeparateFront
+        routed = None if sends_rows else held
         if source.can_join(stored):
-            self.front = JoinedFront(moe, source, held, stored)
+            self.front = JoinedFront(moe, source, routed, stored)
         else:
-            self.front = SeparateFront(moe, source, held, stored)
+            self.front = SeparateFront(moe, source, routed, stored)
         self.down = Linear(source, "shared_experts.down_proj", hidden, width)
         held = range(moe.num_experts) if held is None else held
         self.experts = source.at("experts").experts(held, moe.num_experts, hidden, moe.intermediate)

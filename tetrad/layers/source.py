@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.formats.weights import DenseWeight, Weight
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.weights import ExpertWeights
@@ -71,12 +72,12 @@ class WeightSource:
     """Of activations, and of dense weights in memory."""
     ledger: WeightLedger
     prefix: str = ""
+    others: Collectives = field(default_factory=Solo)
+    """The ranks that hold the rest of the model."""
 
     def at(self, name: str) -> WeightSource:
         """The same checkpoint seen from submodule `name`."""
-        return WeightSource(
-            self.checkpoint, self.ops, self.dtype, self.ledger, f"{self._full(name)}."
-        )
+        return replace(self, prefix=f"{self._full(name)}.")
 
     def vector(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """[width], never quantised, in `dtype` (default: the activations')."""

@@ -36,13 +36,16 @@ class Model(ABC):
             for layer in range(arch.num_layers)
         ]
         self.norm = RmsNorm(inner, "norm", arch.hidden, arch.norm_eps)
-        self.head = Linear(source, "lm_head", arch.vocab, arch.hidden)
+        self.others = source.others
+        rows = arch.vocab // self.others.ranks.tp
+        self.head = Linear(source, "lm_head", rows, arch.hidden)
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         """Compute a step: write its keys to `cache`, return fp32 logits [R, V]."""
         hidden = self.forward(batch, cache)
-        return self.head(self.norm(hidden[batch.logit_rows])).float()
+        rows = self.others.gather_rows(self.norm(hidden[batch.logit_rows]))
+        return self.others.join_vocab(self.head(rows)).float()
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:

@@ -10,16 +10,20 @@ import torch
 
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import CheckpointError, nearest
+from tetrad.core.ranks import Ranks
+from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.formats.checkpoint import Checkpoint
 from tetrad.kernels.select import OpSet
 from tetrad.layers.source import WeightLedger, WeightSource
 from tetrad.models.base import Model
 from tetrad.models.registry import MODELS
+from tetrad.models.shards import RankWeights
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in the checkpoint)."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\..+")
 
 
 def load_model(
@@ -29,22 +33,31 @@ def load_model(
     dtype: torch.dtype,
     ops: OpSet,
     on_progress: OnProgress | None = None,
+    others: Collectives | None = None,
+    num_layers: int | None = None,
 ) -> Model:
-    """Load `folder` onto `device` ("cpu", "cuda") for activations of `dtype`.
+    """Load `folder` onto `device` ("cpu", "cuda") for activations of `dtype`: all of it, or what
+    the rank of `others` holds, or of either only the first `num_layers`.
 
     Raises CheckpointError, in one sentence, when config.json is not of a supported model, when a
     tensor is missing or has another shape, or when one is left over that nobody knows.
     """
-    arch = ModelArch.from_folder(folder)
+    others = others or Solo()
+    arch = ModelArch.from_folder(folder).first_layers(num_layers)
     checkpoint = Checkpoint.open(folder, device, on_progress)
-    model = MODELS[arch.model_type](arch, WeightSource(checkpoint, ops, dtype, WeightLedger()))
-    _refuse_leftovers(checkpoint, arch)
+    weights = RankWeights(checkpoint, others.ranks)
+    source = WeightSource(weights, ops, dtype, WeightLedger(), others=others)
+    model = MODELS[arch.model_type](others.ranks.arch_of(arch), source)
+    _refuse_leftovers(checkpoint, arch, others.ranks)
     model.checkpoint_notes = tuple(checkpoint.notes)
     return model
 
 
-def _refuse_leftovers(checkpoint: Checkpoint, arch: ModelArch) -> None:
-    left = checkpoint.unread(lambda name: is_ignorable(name, arch))
+def _refuse_leftovers(checkpoint: Checkpoint, arch: ModelArch, ranks: Ranks) -> None:
+    held = ranks.held(arch.moe.num_experts)
+    left = checkpoint.unread(
+        lambda name: is_ignorable(name, arch) or _is_of_another_rank(name, held)
+    )
     if not left:
         return
     known = set(checkpoint.names) - set(left)
@@ -71,3 +84,8 @@ def is_ignorable(name: str, arch: ModelArch) -> bool:
         rest.startswith("self_attn.indexer.") and layer not in arch.indexer.full_layers
     )
     return layer >= arch.num_layers or is_shared_indexer
+
+
+def _is_of_another_rank(name: str, held: range) -> bool:
+    match = _EXPERT.fullmatch(name)
+    return match is not None and int(match[1]) not in held

@@ -1,0 +1,1 @@
+"""What a rank says to the others, and what it does where nobody answers."""

@@ -1,0 +1,71 @@
+"""What one rank exchanges with the others, as the layers ask for it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tetrad.core.arch import MoeArch
+from tetrad.core.ranks import ALONE, Ranks
+
+
+class ExpertExchange(Protocol):
+    """Tokens of all groups to the experts of one layer, and sums back. n rows are a group's own, N
+    those of all groups."""
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Own rows [n, D], their experts [n, K] counted over all ranks, and slot weights [n, K].
+
+        Returns the rows [N, D] of all groups, the slots' experts [N, K] counted within this rank
+        (-1: another rank's) and the slot weights [N, K].
+        """
+        ...
+
+    def combine(self, y: Tensor) -> Tensor:
+        """[N, D], this rank's part of each row's sum, to [n, D], the own rows' sums over ranks."""
+        ...
+
+
+class Collectives(Protocol):
+    """One rank's side of a layout."""
+
+    ranks: Ranks
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that share a layer's heads and columns. x is not used again."""
+        ...
+
+    def exchange(self, moe: MoeArch) -> ExpertExchange:
+        """That of one layer; called once for each, in order."""
+        ...
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Own rows [n, D] to those of all groups [N, D]."""
+        ...
+
+    def join_vocab(self, logits: Tensor) -> Tensor:
+        """Logits of all groups' rows for this rank's tokens [N, V / tp] to the own rows' [n, V]."""
+        ...
+
+
+class Solo:
+    """One rank that holds everything: nothing to say, nobody to hear."""
+
+    ranks = ALONE
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def exchange(self, moe: MoeArch) -> ExpertExchange:
+        """Never asked for: there is one group."""
+        raise NotImplementedError
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """rows."""
+        return rows
+
+    def join_vocab(self, logits: Tensor) -> Tensor:
+        """logits."""
+        return logits

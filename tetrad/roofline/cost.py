@@ -1,0 +1,168 @@
+"""What a decode step of one rank must fetch and compute, op by op, from the ops' contracts.
+
+Counted is what a step cannot do without: weights, and the keys it reads, once each, and the useful
+floating-point operations. Activations are not counted: those of a decode step fit into a GPU's
+cache, and fused kernels would not write them. So ops that only touch activations cost nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from tetrad.core.arch import ModelArch
+from tetrad.core.ranks import Ranks
+from tetrad.kernels.contract import Case, Contract, case
+from tetrad.kernels.experts.contract import CONTRACT as EXPERTS
+from tetrad.kernels.index_score.contract import CONTRACT as INDEX_SCORE
+from tetrad.kernels.linear.contract import CONTRACT as LINEAR
+from tetrad.kernels.mla.contract import CONTRACT as MLA
+from tetrad.kernels.router.contract import CONTRACT as ROUTER
+
+OTHER = "other"
+"""Stands for an op's name where a part of a layer computes without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """A step in which every sequence computes one token."""
+
+    batch: int
+    """Sequences of the whole deployment."""
+    context: int
+    """Keys that each holds, the new one among them."""
+    key_bytes: int = 2
+    """Of one number in the cache."""
+
+    def rows(self, ranks: Ranks) -> int:
+        """Sequences that a rank attends for."""
+        return -(-self.batch // ranks.attn_dp)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call of an op, and how many like it a step has."""
+
+    part: str
+    """Of the model: attention, indexer, dense, moe, head."""
+    op: str
+    """As the contract is named, or OTHER."""
+    what: str
+    """Which of the part's calls."""
+    flops: float
+    """Useful ones, of one call."""
+    bytes: float
+    """Weights and keys that one call must read."""
+    count: int
+
+
+_WITHOUT_ROWS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"linear": {"T": 0}, "router": {"T": 0}, "mla": {"H": 0}, "index_score": {"X": 0}}
+)
+"""What leaves of a case its weights or keys alone, so that the contract says what those take."""
+
+
+def stored_bytes(contract: Contract, shape: Case, key_bytes: int) -> float:
+    """Those of a contract's bytes that are weights or keys."""
+    if contract.name == "experts":
+        return contract.bytes(shape, 0)
+    bare = replace(shape, values={**shape.values, **_WITHOUT_ROWS[contract.name]})
+    scores = contract.bytes(bare, 0)
+    return contract.bytes(bare, key_bytes) - (scores if contract.name == "index_score" else 0.0)
+
+
+def step_calls(arch: ModelArch, ranks: Ranks, load: DecodeLoad) -> tuple[OpCall, ...]:
+    """Every call of a step on one rank of `ranks`, of the model with shapes `arch`."""
+    mine = ranks.arch_of(arch)
+    listing = _Listing(load)
+    num_dense = min(arch.moe.first_dense_layers, arch.num_layers)
+    parts: tuple[tuple[int, Callable[..., Iterator[OpCall]]], ...] = (
+        (arch.num_layers, listing.attention),
+        (len(arch.indexer.full_layers), listing.indexer),
+        (num_dense, listing.dense),
+        (arch.num_layers - num_dense, listing.moe),
+        (1, listing.head),
+    )
+    return tuple(
+        replace(call, count=num_layers)
+        for num_layers, calls in parts
+        for call in calls(mine, ranks)
+        if num_layers
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    load: DecodeLoad
+
+    def _call(
+        self, part: str, contract: Contract, what: str, op: str = "", **values: Any
+    ) -> OpCall:
+        shape = case(what, **values)
+        num_bytes = stored_bytes(contract, shape, self.load.key_bytes)
+        return OpCall(part, op or contract.name, what, contract.flops(shape), num_bytes, 1)
+
+    def _linear(self, part: str, what: str, rows: int, out: int, width: int) -> OpCall:
+        return self._call(part, LINEAR, what, T=rows, out=out, width=width, format="bf16")
+
+    def attention(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
+        """Products, keys absorbed on both sides, and the attention itself."""
+        mla, rows, part = arch.mla, self.load.rows(ranks), "attention"
+        heads, topk = mla.num_heads, arch.indexer.topk
+        yield self._linear(part, "q_a", rows, mla.q_lora_rank, arch.hidden)
+        yield self._linear(
+            part, "q_b", rows, heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank
+        )
+        yield self._linear(part, "kv_a", rows, mla.latent_dim, arch.hidden)
+        yield self._linear(part, "o", rows, arch.hidden, heads * mla.v_dim)
+        for what, width in (("absorbed keys", mla.nope_dim), ("absorbed values", mla.v_dim)):
+            yield self._call(
+                part, LINEAR, what, OTHER,
+                T=rows, out=heads * width, width=mla.kv_lora_rank, format="bf16",
+            )  # fmt: skip
+        yield self._call(
+            part, MLA, "latents", lens=((1, self.load.context),) * rows, H=heads,
+            C=mla.kv_lora_rank, R=mla.rope_dim, topk=topk if self.load.context > topk else 0,
+        )  # fmt: skip
+
+    def indexer(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
+        """Keys are made in any case, queries and scores only where there is a choice."""
+        index, rows, part = arch.indexer, self.load.rows(ranks), "indexer"
+        yield self._linear(part, "keys", rows, index.head_dim, arch.hidden)
+        if self.load.context <= index.topk:
+            return
+        width = index.num_heads * index.head_dim
+        yield self._linear(part, "queries", rows, width, arch.mla.q_lora_rank)
+        yield self._linear(part, "weights", rows, index.num_heads, arch.hidden)
+        yield self._call(
+            part, INDEX_SCORE, "index keys", lens=((1, self.load.context),) * rows,
+            X=index.num_heads, I=index.head_dim,
+        )  # fmt: skip
+
+    def dense(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
+        """A dense MLP."""
+        rows, width = self.load.rows(ranks), arch.dense_intermediate
+        yield self._linear("dense", "gate and up", rows, 2 * width, arch.hidden)
+        yield self._linear("dense", "down", rows, arch.hidden, width)
+
+    def moe(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
+        """Router and shared expert of own rows, the rank's experts of all rows."""
+        moe, rows = arch.moe, self.load.rows(ranks)
+        shared, local = moe.shared_intermediate, moe.num_experts // ranks.ep
+        yield self._call(
+            "moe", ROUTER, "router, shared gate and up",
+            T=rows, out=moe.num_experts + 2 * shared, width=arch.hidden, format="bf16",
+        )  # fmt: skip
+        yield self._linear("moe", "shared down", rows, arch.hidden, shared)
+        yield self._call(
+            "moe", EXPERTS, f"{local} experts", T=rows * ranks.attn_dp, K=moe.experts_per_token,
+            E=local, used=local, D=arch.hidden, F=moe.intermediate, format="nvfp4",
+            down_format="nvfp4", shared=False, residual=False, dropped=1.0 - 1.0 / ranks.ep,
+        )  # fmt: skip
+
+    def head(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
+        """The rank's rows of the output head, for the rows of all groups."""
+        rows = self.load.rows(ranks) * ranks.attn_dp
+        yield self._linear("head", "output head", rows, arch.vocab // ranks.tp, arch.hidden)
