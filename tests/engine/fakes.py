@@ -9,8 +9,15 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from tetrad.core.request import Request, SamplingParams
-from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
+from tetrad.core.request import Request, SamplingParams, TokenLogprob
+from tetrad.core.step import (
+    PAGE_TOKENS,
+    PENDING,
+    SampledToken,
+    SequenceWork,
+    StepPlan,
+    StepResult,
+)
 from tetrad.engine.admission import Limits
 from tetrad.engine.scheduler import Scheduler
 
@@ -20,22 +27,24 @@ UNWRITTEN = -1
 SPOILED = -2
 
 
-def next_token(token_ids: Sequence[int], seed: int) -> int:
+def next_token(token_ids: Sequence[int], seed: int, banned: Sequence[int] = ()) -> int:
     """The fake model: any token of the past and the seed matter."""
     digest = blake2b(array("i", token_ids), digest_size=8, salt=seed.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little") % VOCAB
+    first = int.from_bytes(digest.digest(), "little")
+    return next(i for k in range(VOCAB) if (i := (first + k) % VOCAB) not in banned)
 
 
 def expected_output(request: Request, seed: int) -> list[int]:
     """What an undisturbed run of `request` gives."""
     sampling = request.sampling
     ends = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {EOS})
-    known = list(request.prompt_ids)
-    while len(known) < len(request.prompt_ids) + sampling.max_new_tokens:
-        known.append(next_token(known, seed))
+    known, num_prompt = list(request.prompt_ids), len(request.prompt_ids)
+    while len(known) < num_prompt + sampling.max_new_tokens:
+        is_early = len(known) - num_prompt < sampling.min_new_tokens
+        known.append(next_token(known, seed, tuple(ends) if is_early else ()))
         if known[-1] in ends:
             break
-    return known[len(request.prompt_ids) :]
+    return known[num_prompt:]
 
 
 class Done:
@@ -54,14 +63,19 @@ class FakeRunner:
     def __init__(self, num_pages: int) -> None:
         self.slots = [UNWRITTEN] * (num_pages * PAGE_TOKENS)
         self.spoiled: set[str] = set()
+        self._previous: dict[str, int] = {}
 
     def launch(self, plan: StepPlan) -> Done:
         for work in plan.sequences:
             self._write(work)
-        return Done(StepResult(tuple(self._sample(w) for w in plan.sequences if w.sample)))
+        sampled = tuple(self._sample(w) for w in plan.sequences if w.sample)
+        self._previous = {token.rid: token.token_id for token in sampled}
+        return Done(StepResult(sampled))
 
     def _write(self, work: SequenceWork) -> None:
         for position, token_id in enumerate(work.token_ids, work.start):
+            if token_id == PENDING:
+                token_id = self._previous[work.rid]
             is_spoiled = work.rid in self.spoiled
             self.slots[_slot(work, position)] = SPOILED if is_spoiled else token_id
 
@@ -71,8 +85,14 @@ class FakeRunner:
         past = [self.slots[_slot(work, i)] for i in range(work.num_kv_tokens)]
         assert UNWRITTEN not in past, f"{work.rid} reads a slot nobody wrote"
         assert SPOILED not in past, f"{work.rid} reads what a failed request wrote"
-        assert work.sample is not None
-        return SampledToken(work.rid, next_token(past, work.sample.seed), is_finite=True)
+        sample = work.sample
+        assert sample is not None
+        assert sample.history_ids in ((), tuple(past)), f"{work.rid} has another history"
+        assert sample.num_generated == len(past) - sample.num_prompt
+        token_id = next_token(past, sample.seed, sample.banned_ids)
+        wants_logprob = sample.params.num_logprobs is not None
+        logprob = TokenLogprob(token_id, -float(sum(past))) if wants_logprob else None
+        return SampledToken(work.rid, token_id, is_finite=True, logprob=logprob)
 
 
 def _slot(work: SequenceWork, position: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tetrad.core.request import SamplingParams
-from tetrad.core.step import PAGE_TOKENS, SampleWork, SequenceWork, StepPlan
-from tetrad.engine.inputs import InputBuilder
+from tetrad.core.step import PAGE_TOKENS, PENDING, SampleWork, SequenceWork, StepPlan
+from tetrad.engine.inputs import InputBuilder, Sampled
 
 SAMPLE = SampleWork(SamplingParams(), 0, 0)
 
@@ -63,3 +63,13 @@ def test_a_batch_keeps_its_page_table_when_the_next_is_built():
 def test_a_step_that_samples_nothing_wants_no_logits():
     batch = InputBuilder(torch.device("cpu")).build(StepPlan((work(3, 0, (0,), samples=False),)))
     assert batch.logit_rows.shape == (0,)
+
+
+def test_pending_tokens_come_from_the_rows_of_the_step_before():
+    def one(rid: str, *ids: int) -> SequenceWork:
+        return SequenceWork(rid, ids, 5, (0,), SAMPLE)
+
+    plan = StepPlan((one("a", PENDING), one("b", 11, 12), one("c", 9, PENDING), one("d", PENDING)))
+    previous = Sampled(torch.tensor([30, 31, -1]), {"c": 0, "a": 1, "d": 2})
+    batch = InputBuilder(torch.device("cpu")).build(plan, previous)
+    assert batch.token_ids.tolist() == [31, 11, 12, 9, 30, 0]

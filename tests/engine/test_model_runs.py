@@ -31,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, **flags: object) -> Engine:
     """An engine whose every cache slot is NaN until it is written."""
-    engine = load_engine(ServeConfig(model=folder, device="cpu", **flags))  # type: ignore[arg-type]
+    where = {"device": "cpu"} | flags
+    engine = load_engine(ServeConfig(model=folder, **where))  # type: ignore[arg-type]
     kv_cache(engine).poison()
     return engine
 
@@ -101,6 +102,31 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(folder: Path):
     alone = generate(engine, request)["a"]
     others = [make_request(f"o{i}", PROMPT[i : 20 + i], 25, seed=None) for i in range(6)]
     assert generate(engine, *others[:3], request, *others[3:])["a"] == alone
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_way_of_launching_steps_changes_what_a_request_gets(folder: Path, device: str):
+    requests = [
+        make_request("greedy", PROMPT[:60], 70, temperature=0.0, num_logprobs=2),
+        make_request("drawn", PROMPT[3:60], 70, seed=5, temperature=0.9, top_p=0.9),
+        make_request("ends", PROMPT[:40], 60, seed=2, stop_token_ids=tuple(range(0, 128, 9))),
+        make_request("early", PROMPT[:41], 60, seed=3, min_new_tokens=9, ignore_eos=False),
+        make_request("counted", PROMPT[:20], 20, temperature=0.0, repetition_penalty=1.3),
+    ]
+    told = []
+    ways: list[dict[str, object]] = [
+        {"disable_overlap_schedule": True},
+        {},
+        {"num_continuous_decode_steps": 8},
+        {"num_continuous_decode_steps": 8, "disable_overlap_schedule": True, "stream_interval": 3},
+    ]
+    for flags in ways:
+        flags |= {"device": device, "dtype": "float32"}
+        engine = load(folder, max_total_tokens=256, chunked_prefill_size=64, **flags)
+        outputs = run(engine, requests)
+        assert engine.stats().preemptions_total > 0
+        told.append({rid: (tokens(each), each[-1].finish) for rid, each in outputs.items()})
+    assert told[1:] == [told[0]] * 3
 
 
 def test_min_new_tokens_keeps_the_end_away(folder: Path):

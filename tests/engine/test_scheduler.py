@@ -34,7 +34,7 @@ class Bench:
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        for output in self.scheduler.apply(plan, self.runner.launch(plan).wait()):
+        for output in self.scheduler.apply(self.runner.launch(plan).wait()):
             self.tokens.setdefault(output.rid, []).extend(output.token_ids)
             self.last[output.rid] = output
             if output.finish:
@@ -222,7 +222,7 @@ def test_an_abort_between_schedule_and_apply_is_passed_over():
     bench.scheduler.add(make_request("b"))
     plan = bench.scheduler.schedule()
     bench.scheduler.abort("a")
-    outputs = bench.scheduler.apply(plan, bench.runner.launch(plan).wait())
+    outputs = bench.scheduler.apply(bench.runner.launch(plan).wait())
     assert [o.rid for o in outputs] == ["b"]
     bench.scheduler.check_integrity()
 

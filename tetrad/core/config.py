@@ -140,6 +140,26 @@ class ServeConfig(Config):
         group="Scheduling",
         ge=0,
     )
+    disable_overlap_schedule: bool = option(
+        False,
+        "Wait for the tokens of each step before planning the next. Gives the same text, slower.",
+        group="Scheduling",
+    )
+    num_continuous_decode_steps: int = option(
+        1,
+        "Decode steps launched between two looks at what waits: less host time, a longer wait for "
+        "new requests. Steps with a prompt or a request with penalties are launched one by one.",
+        group="Scheduling",
+        ge=1,
+        le=1024,
+    )
+    stream_interval: int = option(
+        1,
+        "Tokens of a request that are handed out together, but for the first, which never waits.",
+        group="Scheduling",
+        ge=1,
+        le=65536,
+    )
     mem_fraction_static: float | None = option(
         None,
         "Share of the device's memory for weights and cache. Default: 0.85 on a GPU, 0.3 on a CPU.",

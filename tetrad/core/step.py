@@ -13,6 +13,10 @@ from tetrad.core.request import SamplingParams, TokenLogprob
 PAGE_TOKENS = 64
 """Tokens per cache page. One constant: kernels, scheduler and cache layout agree on it."""
 
+PENDING = -1
+"""In place of a token id: what the step planned just before samples for this sequence. The host may
+not know it yet, the device does."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceWork:
@@ -24,7 +28,7 @@ class SequenceWork:
 
     rid: str
     token_ids: tuple[int, ...]
-    """At least one."""
+    """At least one. Only the last can be PENDING."""
     start: int
     """Position of token_ids[0]; everything before it is in the cache already."""
     pages: tuple[int, ...]
@@ -46,7 +50,8 @@ class SampleWork:
     seed: int
     """The request's seed, or the one the engine drew for it."""
     num_generated: int
-    """Tokens generated so far; with `seed` it fixes this draw, whatever the batch."""
+    """Tokens generated so far, pending ones too; with `seed` it fixes this draw, whatever is in
+    the batch."""
     history_ids: tuple[int, ...] = ()
     """Prompt and output ids when a penalty needs them, else empty."""
     num_prompt: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from tetrad.core.messages import EngineStats
 from tetrad.core.request import Request, RequestOutput
 from tetrad.core.step import StepPlan, StepResult
 from tetrad.engine.scheduler import Scheduler
+from tetrad.engine.stream import StreamInterval
 
 RATE_WINDOW_S = 1.0
 
@@ -31,13 +33,29 @@ class StepRunner(Protocol):
 
 
 class Engine:
-    """One model, its cache and its requests. Not thread-safe, but for `stats`."""
+    """One model, its cache and its requests. Not thread-safe, but for `stats`.
+
+    With `overlap` the host plans and launches a step while the device still computes the one
+    before, whose tokens it takes in afterwards. With `continuous_steps` above 1 it launches so many
+    decode steps at a time. Neither changes what a request gets.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, info: dict[str, Any] | None = None
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        info: dict[str, Any] | None = None,
+        *,
+        overlap: bool = True,
+        continuous_steps: int = 1,
+        stream_interval: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._overlap = overlap
+        self._continuous_steps = continuous_steps
+        self._stream = StreamInterval(stream_interval)
+        self._in_flight: deque[Launched] = deque()
         self.info: dict[str, Any] = info or {}
         """What was resolved and chosen at start, for /server_info."""
         self._num_steps = 0
@@ -54,15 +72,37 @@ class Engine:
     def abort(self, rid: str) -> None:
         """Forget a request and free what it holds. An unknown rid is ignored."""
         self.scheduler.abort(rid)
+        self._stream.forget(rid)
 
     def step(self) -> list[RequestOutput]:
-        """One forward pass; what it gave each request that got a token or ended."""
+        """Launch a step, or several, and take in those before; what that gave each request that got
+        tokens or ended. Empty after a pause: the first tokens come with the next call."""
         if not self.has_work:
             return []
-        plan = self.scheduler.schedule()
-        outputs = self.scheduler.apply(plan, self.runner.launch(plan).wait())
-        self._num_steps += 1
+        outputs = self._take_in(0) if self.scheduler.needs_tokens else []
+        num_launched = self._launch()
+        outputs += self._take_in(num_launched if self._overlap else 0)
         self._rate.count(len(outputs))
+        return self._stream.release(outputs)
+
+    def _launch(self) -> int:
+        """Plan and start steps; returns how many. None where requests only wait for tokens that are
+        on their way."""
+        plan, num_launched = self.scheduler.schedule(), 0
+        while plan.sequences:
+            self._in_flight.append(self.runner.launch(plan))
+            num_launched += 1
+            if num_launched == self._continuous_steps:
+                break
+            plan = self.scheduler.continue_decode()
+        self._num_steps += num_launched
+        return num_launched
+
+    def _take_in(self, num_left: int) -> list[RequestOutput]:
+        """Wait for the oldest steps, until `num_left` are in flight."""
+        outputs = []
+        while len(self._in_flight) > num_left:
+            outputs += self.scheduler.apply(self._in_flight.popleft().wait())
         return outputs
 
     def flush_cache(self) -> bool:

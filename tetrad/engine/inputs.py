@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tetrad.core.step import PAGE_TOKENS, SequenceWork, StepPlan
+from tetrad.core.step import PAGE_TOKENS, PENDING, SequenceWork, StepPlan
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.transfer import to_device
 from tetrad.layers.batch import ForwardBatch
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the step before has sampled, on the device: PENDING tokens are taken from here."""
+
+    ids: Tensor
+    """[R] int64, -1 where logits were not finite: read as token 0, since that request ends."""
+    rows: Mapping[str, int]
+    """Request → row."""
+
+    def fill(self, token_ids: Tensor) -> Tensor:
+        """`token_ids` [T] with `ids[row]` for each -1 - row."""
+        rows = (-1 - token_ids).clamp_(min=0)
+        return torch.where(token_ids < 0, self.ids[rows].clamp(min=0), token_ids)
+
+
+NOTHING = Sampled(torch.empty(0, dtype=torch.int64), {})
 
 
 class InputBuilder:
@@ -22,18 +41,23 @@ class InputBuilder:
         self._device = device
         self._page_table = PageTable()
 
-    def build(self, plan: StepPlan) -> ForwardBatch:
+    def build(self, plan: StepPlan, previous: Sampled = NOTHING) -> ForwardBatch:
+        """`previous`: of the step launched before."""
         works = plan.sequences
         query_lens = tuple(len(work.token_ids) for work in works)
         kv_lens = tuple(work.num_kv_tokens for work in works)
         ends = list(accumulate(query_lens))
         num_tokens = ends[-1]
         logit_rows = [end - 1 for end, work in zip(ends, works, strict=True) if work.sample]
-        longs = self._send(array("q", [*_token_columns(works), *logit_rows]), torch.int64)
+        columns = _token_columns(works, previous.rows)
+        longs = self._send(array("q", [*columns, *logit_rows]), torch.int64)
+        token_ids = longs[:num_tokens]
+        if any(work.token_ids[-1] == PENDING for work in works):
+            token_ids = previous.fill(token_ids)
         ints = self._send(array("i", [0, *ends, *kv_lens]), torch.int32)
         table = self._page_table.read(works, pages_for(max(kv_lens)))
         return ForwardBatch(
-            token_ids=longs[:num_tokens],
+            token_ids=token_ids,
             positions=longs[num_tokens : 2 * num_tokens],
             slots=longs[2 * num_tokens : 3 * num_tokens],
             query_start=ints[: len(works) + 1],
@@ -48,13 +72,16 @@ class InputBuilder:
         return to_device(torch.frombuffer(values, dtype=dtype), self._device)
 
 
-def _token_columns(works: Sequence[SequenceWork]) -> list[int]:
-    """Token ids of all rows, then positions, then slots."""
+def _token_columns(works: Sequence[SequenceWork], rows: Mapping[str, int]) -> list[int]:
+    """Token ids of all rows, then positions, then slots. Ids that are sampled in row r of the step
+    before are -1 - r."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     for work in works:
         token_ids += work.token_ids
+        if token_ids[-1] == PENDING:
+            token_ids[-1] = -1 - rows[work.rid]
         positions += range(work.start, work.num_kv_tokens)
         slots += _slots(work)
     return token_ids + positions + slots

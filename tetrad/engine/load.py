@@ -76,9 +76,20 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "num_threads": torch.get_num_threads(),
         "random_seed": config.random_seed,
         "disable_radix_cache": config.disable_radix_cache,
+        "disable_overlap_schedule": config.disable_overlap_schedule,
+        "num_continuous_decode_steps": config.num_continuous_decode_steps,
+        "stream_interval": config.stream_interval,
         **{flag: getattr(ops, op).name for flag, op in FLAG_OPS.items()},
     }
-    return Engine(scheduler, Runner(model, cache, ops.sample, device), info)
+    runner = Runner(model, cache, ops.sample, device)
+    return Engine(
+        scheduler,
+        runner,
+        info,
+        overlap=not config.disable_overlap_schedule,
+        continuous_steps=config.num_continuous_decode_steps,
+        stream_interval=config.stream_interval,
+    )
 
 
 def _model_folder(config: ServeConfig) -> Path:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import StepPlan
-from tetrad.engine.inputs import InputBuilder
+from tetrad.engine.inputs import NOTHING, InputBuilder, Sampled
 from tetrad.engine.sampler import Draws, Sampler
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
@@ -31,12 +31,15 @@ class Runner:
         self.cache = cache
         self._inputs = InputBuilder(device)
         self._sampler = Sampler(sample_op)
+        self._previous = NOTHING
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Draws:
         """Start one step; nothing here waits for the device. Rows whose logits are not finite are
         marked, not raised."""
-        logits = self.model(self._inputs.build(plan), self.cache)
+        logits = self.model(self._inputs.build(plan, self._previous), self.cache)
         pairs = [(work.rid, work.sample) for work in plan.sequences if work.sample]
         rids = [rid for rid, _ in pairs]
-        return self._sampler(logits, rids, [work for _, work in pairs])
+        draws = self._sampler(logits, rids, [work for _, work in pairs])
+        self._previous = Sampled(draws.ids, {rid: row for row, rid in enumerate(rids)})
+        return draws

@@ -13,17 +13,28 @@ Service is in order of arrival, and three rules keep it so:
 
 so everyone who runs arrived before everyone who waits, and at most the last one that runs is still
 computing its prompt. The oldest can always go on: alone it fits, or it was refused at the door.
+
+A step may be planned before the one before it is applied. Its tokens then count as computed, and
+what it samples as one more token that is *pending*: whether that one ends the request shows a step
+later, and what was computed for it meanwhile is passed over.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Finish, Request, RequestOutput
-from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
+from tetrad.core.step import (
+    PAGE_TOKENS,
+    PENDING,
+    SampledToken,
+    SequenceWork,
+    StepPlan,
+    StepResult,
+)
 from tetrad.engine.admission import Limits, check_request
 from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.prefix import PrefixCache, extend_names
@@ -33,6 +44,10 @@ NON_FINITE = (
     "The model gave logits that are not finite for this request, so it was ended; other requests "
     "are not affected."
 )
+
+
+Planned = list[tuple[Sequence, SequenceWork]]
+"""One step: each sequence beside what it computes."""
 
 
 @dataclass(slots=True)
@@ -60,6 +75,7 @@ class Scheduler:
         self.counters = Counters()
         self._draw_seed = draw_seed
         self._live: dict[str, Sequence] = {}
+        self._planned: deque[Planned] = deque()
         self._num_arrivals = 0
 
     @property
@@ -88,33 +104,46 @@ class Scheduler:
     def abort(self, rid: str) -> None:
         """Forget a request and free what it holds. An unknown rid is ignored."""
         if sequence := self._live.get(rid):
-            if sequence in self.waiting:
-                self.waiting.remove(sequence)
-                del self._live[rid]
-            else:
-                self._retire(sequence)
+            self._retire(sequence)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Must steps in flight be applied before the next is planned? Penalties count tokens."""
+        return any(s.num_pending and s.needs_history for s in self.running)
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; takes the pages it needs. Empty only if there is no work."""
-        work: list[SequenceWork] = []
-        budget = self._continue_running(work, self.limits.step_tokens)
-        self._admit_waiting(work, budget)
-        assert work or not self._live, "requests are left but none can go on"
-        return StepPlan(tuple(work))
+        """Plan the next step; takes the pages it needs. Earlier steps need not be applied yet: what
+        they sample is PENDING. Empty if there is no work but to apply them."""
+        planned: Planned = []
+        budget = self._continue_running(planned, self.limits.step_tokens)
+        self._admit_waiting(planned, budget)
+        assert planned or self._planned or not self._live, "requests are left but none can go on"
+        return self._commit(planned)
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take in what the step computed; one output for each request that got a token or ended.
-        Requests that were aborted meanwhile are passed over."""
+    def continue_decode(self) -> StepPlan:
+        """Plan one more token for those of the step just planned, without looking at who waits.
+        Empty if one of them is not through its prompt, needs its tokens, or would need a page that
+        is not free; or if none has a token to go."""
+        planned: Planned = []
+        last = [(s, work) for s, work in self._planned[-1] if not s.is_spent]
+        can_go_on = all(work.sample and not s.needs_history for s, work in self._planned[-1])
+        if can_go_on and all(self._has_pages(sequence) for sequence, _ in last):
+            for sequence, _ in last:
+                _plan(sequence, 1, planned)
+        return self._commit(planned)
+
+    def apply(self, result: StepResult) -> list[RequestOutput]:
+        """Take in the oldest step that is not applied; one output for each request that got a token
+        or ended. Requests that ended meanwhile are passed over."""
         sampled = iter(result.sampled)
         outputs = []
-        for work in plan.sequences:
-            token = next(sampled) if work.sample else None
-            sequence = self._live.get(work.rid)
-            if sequence is None:
+        for sequence, work in self._planned.popleft():
+            if work.sample is None:
                 continue
-            sequence.num_computed = work.num_kv_tokens
-            if token is not None:
-                outputs.append(self._take(sequence, token))
+            token = next(sampled)
+            if self._live.get(work.rid) is sequence:
+                sequence.num_pending -= 1
+                outputs.append(self._take(sequence, work, token))
         return outputs
 
     def flush_cache(self) -> bool:
@@ -130,24 +159,32 @@ class Scheduler:
         order = [s.arrival for s in (*self.running, *self.waiting)]
         assert order == sorted(order), f"out of the order of arrival: {order}"
         assert sorted(order) == sorted(s.arrival for s in self._live.values())
+        in_flight = Counter(id(s) for step in self._planned for s, work in step if work.sample)
+        assert all(s.num_pending == in_flight[id(s)] for s in self._live.values())
         self.cache.check([page for s in self.running for page in s.pages])
 
-    def _continue_running(self, work: list[SequenceWork], budget: int) -> int:
+    def _commit(self, planned: Planned) -> StepPlan:
+        """From here on the step's tokens count as computed."""
+        if planned:
+            self._planned.append(planned)
+        return StepPlan(tuple(work for _, work in planned))
+
+    def _continue_running(self, planned: Planned, budget: int) -> int:
         """Plan for those that run, oldest first; returns the budget that is left."""
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            if not self._has_pages(sequence):
-                self._preempt_last()
-                continue
-            work.append(_work(sequence, budget))
-            budget -= len(work[-1].token_ids)
+            if not sequence.is_spent:
+                if not self._has_pages(sequence):
+                    self._preempt_last()
+                    continue
+                budget -= _plan(sequence, budget, planned)
             index += 1
         return budget
 
     def _has_pages(self, sequence: Sequence) -> bool:
         """Make sure its known tokens have slots; False if no page is to be had."""
-        missing = pages_for(sequence.num_known) - len(sequence.pages)
+        missing = pages_for(sequence.num_total) - len(sequence.pages)
         if missing <= 0:
             return True
         if missing > self.cache.num_available:
@@ -162,19 +199,20 @@ class Scheduler:
         self.counters.preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _admit_waiting(self, work: list[SequenceWork], budget: int) -> None:
+    def _admit_waiting(self, planned: Planned, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_running_requests:
             if not self._admit(self.waiting[0]):
                 break
             sequence = self.waiting.popleft()
             self.running.append(sequence)
-            work.append(_work(sequence, budget))
-            budget -= len(work[-1].token_ids)
+            budget -= _plan(sequence, budget, planned)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give it pages for all known tokens, those of a cached prefix shared. Leaves one page for
         each that runs, since each will soon need one: admitting into them would only preempt. For
         the same reason what a step preempts does not come back in that step."""
+        if sequence.num_pending:  # preempted with a token on its way
+            return False
         found = self._find_prefix(sequence)
         missing = pages_for(sequence.num_known) - len(found)
         available = self.cache.num_available - self.cache.num_idle_among(found)
@@ -199,54 +237,63 @@ class Scheduler:
         extend_names(sequence.page_names, sequence.token_ids, num_tokens)
         return self.cache.find(sequence.page_names[: num_tokens // PAGE_TOKENS])
 
-    def _take(self, sequence: Sequence, token: SampledToken) -> RequestOutput:
+    def _take(self, sequence: Sequence, work: SequenceWork, token: SampledToken) -> RequestOutput:
         """One sampled token: grow, keep full pages, end if it is time."""
         if not token.is_finite:
-            return self._fail(sequence)
+            return self._fail(sequence, work)
         sequence.token_ids.append(token.token_id)
         self.counters.generated_tokens += 1
-        self._keep_full_pages(sequence)
+        self._keep_full_pages(sequence, work)
         finish = _finish(sequence, token.token_id)
         if finish:
             self._retire(sequence)
         return _output(sequence, token, finish)
 
-    def _keep_full_pages(self, sequence: Sequence) -> None:
-        """Offer computed full pages to the prefix cache. Called only after finite logits, which
-        vouch for the keys they were computed from."""
-        num_full = sequence.num_computed // PAGE_TOKENS
-        if num_full == sequence.num_kept or not self.cache.is_enabled:
+    def _keep_full_pages(self, sequence: Sequence, work: SequenceWork) -> None:
+        """Offer the full pages that a step computed to the prefix cache. Called only after finite
+        logits, which vouch for the keys they were computed from. A sequence that was preempted
+        since has none."""
+        num_full = min(work.num_kv_tokens, sequence.num_computed) // PAGE_TOKENS
+        if num_full <= sequence.num_kept or not self.cache.is_enabled:
             return
-        extend_names(sequence.page_names, sequence.token_ids, sequence.num_computed)
+        extend_names(sequence.page_names, sequence.token_ids, num_full * PAGE_TOKENS)
         for index in range(sequence.num_kept, num_full):
             self.cache.keep(sequence.page_names[index], sequence.pages[index])
         sequence.num_kept = num_full
 
-    def _fail(self, sequence: Sequence) -> RequestOutput:
-        """End it with an error. Its pages leave the cache, also those it found there: any of them
-        may hold the number that spoiled its logits."""
+    def _fail(self, sequence: Sequence, work: SequenceWork) -> RequestOutput:
+        """End it with an error. The pages the step read leave the cache, also those it found there:
+        any of them may hold the number that spoiled its logits."""
         self.counters.nonfinite += 1
-        self.cache.forget(sequence.pages)
+        self.cache.forget(work.pages)
         self._retire(sequence)
         return _output(sequence, None, Finish("error", message=NON_FINITE))
 
     def _retire(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        """Let it go, and its pages: what steps in flight write there comes before what later steps
+        write, as the device computes them in order."""
+        (self.running if sequence.pages else self.waiting).remove(sequence)
         del self._live[sequence.request.rid]
         self.cache.release(sequence.forget_computed())
 
 
-def _work(sequence: Sequence, budget: int) -> SequenceWork:
+def _plan(sequence: Sequence, budget: int, planned: Planned) -> int:
+    """Add what it can compute within the budget; returns how many tokens that are."""
     start = sequence.num_computed
-    token_ids = tuple(sequence.token_ids[start : start + budget])
-    is_caught_up = start + len(token_ids) == sequence.num_known
-    return SequenceWork(
+    end = min(start + budget, sequence.num_total)
+    known = tuple(sequence.token_ids[start:end])
+    is_caught_up = end == sequence.num_total
+    work = SequenceWork(
         rid=sequence.request.rid,
-        token_ids=token_ids,
+        token_ids=(*known, *[PENDING] * (end - start - len(known))),
         start=start,
         pages=sequence.pages,
         sample=sequence.sample_work() if is_caught_up else None,
     )
+    sequence.num_computed = end
+    sequence.num_pending += is_caught_up
+    planned.append((sequence, work))
+    return end - start
 
 
 def _finish(sequence: Sequence, token_id: int) -> Finish | None:

@@ -20,6 +20,9 @@ class Sequence:
     """Tokens that end it: the model's end tokens unless ignored, and its own stop tokens."""
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
+    """Tokens that planned steps have computed or will compute."""
+    num_pending: int = 0
+    """Tokens that planned steps sample and the host does not know yet; they follow `token_ids`."""
     pages: tuple[int, ...] = ()
     page_names: list[bytes] = field(default_factory=list)
     """Names of its first full pages, as far as they were needed."""
@@ -52,6 +55,16 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
+    def num_total(self) -> int:
+        """Known tokens and pending ones."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def is_spent(self) -> bool:
+        """Do the pending tokens bring it to its limit? Then there is nothing left to plan."""
+        return self.num_generated + self.num_pending >= self.request.sampling.max_new_tokens
+
+    @property
     def num_slots(self) -> int:
         """Tokens its pages can hold."""
         return len(self.pages) * PAGE_TOKENS
@@ -59,7 +72,8 @@ class Sequence:
     def sample_work(self) -> SampleWork:
         """What the sampler needs for the next token."""
         sampling = self.request.sampling
-        num_generated = self.num_generated
+        assert not (self.needs_history and self.num_pending), "penalties need every token"
+        num_generated = self.num_generated + self.num_pending
         is_early = num_generated < sampling.min_new_tokens
         return SampleWork(
             params=sampling,
