@@ -80,3 +80,37 @@ def test_ops_do_not_depend_on_how_the_step_is_cut(op: str, monkeypatch: pytest.M
     assert len(make(mixed["lens"]).blocks) > 5
     (result,) = try_case(OPS[op], OPS[op].backends["torch"], mixed, torch.float32, CPU)
     assert result.passes(OPS[op].contract.tolerance["float32"]), result
+
+
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
+def test_each_row_has_its_sequence_and_sees_its_keys(lens: Lens):
+    step = make(lens)
+    rows = rows_of(step)
+    assert step.row_sequences.tolist() == [sequence for _, sequence, _ in rows]
+    assert step.seen.tolist() == [num_keys for _, _, num_keys in rows]
+    assert step.row_sequences.dtype == step.seen.dtype == torch.int32
+
+
+@pytest.mark.parametrize("max_pairs", [1, 300, 1000, 1 << 20])
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
+def test_parts_are_the_step_cut_by_rows(
+    lens: Lens, max_pairs: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Every row keeps its pages and its keys; the host's lengths are the device's."""
+    monkeypatch.setattr(ragged_module, "MAX_PART_PAIRS", max_pairs)
+    step = make(lens)
+    expected = [(sequence_slots(step, s)[:n].tolist(), n) for _, s, n in rows_of(step)]
+    found: list[tuple[list[int], int]] = []
+    for rows, part in step.parts:
+        assert rows.start == len(found)
+        for _, sequence, num_keys in rows_of(part):
+            found.append((sequence_slots(part, sequence)[:num_keys].tolist(), num_keys))
+        assert rows.stop == len(found)
+        assert (
+            rows.stop - rows.start == 1 or (rows.stop - rows.start) * part.max_kv_len <= max_pairs
+        )
+        assert part.kv_lens.tolist() == list(part.kv_lens_host)
+        assert part.query_start.diff().tolist() == list(part.query_lens)
+        assert part.seen.tolist() == [num_keys for _, _, num_keys in rows_of(part)]
+    assert found == expected
+    assert (len(step.parts) == 1) == (len(found) * step.max_kv_len <= max_pairs or len(found) == 1)

@@ -8,8 +8,10 @@ others of about their length, none larger than `MAX_BLOCK_PAIRS` (query, key) pa
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from tetrad.core.step import PAGE_TOKENS
 
 MAX_BLOCK_PAIRS = 1 << 20
 """Bounds the score matrix of one block: 2**20 pairs x 64 heads x 4 bytes = 256 MiB."""
+
+MAX_PART_PAIRS = 1 << 26
+"""Bounds the scores that are held at once: 256 MiB in fp32."""
 
 _FREE_PADDING_PAIRS = 1 << 14
 """Padding below this many pairs costs less than one more block of small torch calls."""
@@ -99,6 +104,58 @@ class Ragged:
             return pages
         repeats = torch.tensor(self.query_lens, device=pages.device)
         return pages.repeat_interleave(repeats, dim=0, output_size=sum(self.query_lens))
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Has each sequence one row?"""
+        return all(n == 1 for n in self.query_lens)
+
+    @cached_property
+    def row_sequences(self) -> Tensor:
+        """[T] int32: the sequence each row belongs to."""
+        row = torch.arange(
+            sum(self.query_lens), dtype=self.query_start.dtype, device=self.query_start.device
+        )
+        return torch.searchsorted(self.query_start[1:], row, right=True, out_int32=True)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """[T] int32: how many keys each row sees."""
+        if self.is_decode:
+            return self.kv_lens
+        owner = self.row_sequences
+        row = torch.arange(len(owner), dtype=torch.int32, device=owner.device)
+        return (self.kv_lens - self.query_start[1:])[owner] + row + 1
+
+    @cached_property
+    def parts(self) -> tuple[tuple[slice, Ragged], ...]:
+        """Which rows, with their lengths and pages, of each part of the step.
+
+        No part of several rows has more than MAX_PART_PAIRS (row, key) pairs. Usually there is one,
+        the step itself.
+        """
+        num_rows = sum(self.query_lens)
+        size = max(1, MAX_PART_PAIRS // self.max_kv_len)
+        if size >= num_rows:
+            return ((slice(0, num_rows), self),)
+        cuts = [(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+        return tuple((slice(*cut), self._part(*cut)) for cut in cuts)
+
+    def _part(self, start: int, end: int) -> Ragged:
+        """Rows `start` to below `end`; what they do not see is no longer there."""
+        ends = list(accumulate(self.query_lens))
+        first, last = bisect_right(ends, start), bisect_left(ends, end) + 1
+        lens = range(first, last)
+        cut = torch.clamp(self.query_start[first + 1 : last + 1] - end, min=0)
+        return Ragged(
+            query_start=self.query_start[first : last + 1].clamp(start, end) - start,
+            kv_lens=self.kv_lens[first:last] - cut,
+            page_table=self.page_table[first:last],
+            query_lens=tuple(
+                min(ends[s], end) - max(ends[s] - self.query_lens[s], start) for s in lens
+            ),
+            kv_lens_host=tuple(self.kv_lens_host[s] - max(0, ends[s] - end) for s in lens),
+        )
 
     def row_slots(self, positions: Tensor) -> Tensor:
         """Cache slots of key `positions` [T, N] (>= 0), each in its row's sequence. [T, N]."""

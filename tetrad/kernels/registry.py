@@ -26,9 +26,11 @@ from tetrad.kernels.experts import triton_fp4 as experts_triton_fp4
 from tetrad.kernels.index_score import check as index_score_check
 from tetrad.kernels.index_score import contract as index_score
 from tetrad.kernels.index_score import reference as index_score_torch
+from tetrad.kernels.index_score import triton as index_score_triton
 from tetrad.kernels.index_select import check as index_select_check
 from tetrad.kernels.index_select import contract as index_select
 from tetrad.kernels.index_select import reference as index_select_torch
+from tetrad.kernels.index_select import triton as index_select_triton
 from tetrad.kernels.layer_norm import check as layer_norm_check
 from tetrad.kernels.layer_norm import contract as layer_norm
 from tetrad.kernels.layer_norm import reference as layer_norm_torch
@@ -109,8 +111,8 @@ OPS: Mapping[str, Op] = {
         ),
         _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),
         _op(store_latent, store_latent_check, store_latent_triton, store_latent_torch),
-        _op(index_score, index_score_check, index_score_torch),
-        _op(index_select, index_select_check, index_select_torch),
+        _op(index_score, index_score_check, index_score_triton, index_score_torch),
+        _op(index_select, index_select_check, index_select_triton, index_select_torch),
         _op(mla, mla_check, mla_torch),
         _op(sample, sample_check, sample_triton, sample_torch),
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.arch import ModelArch
+from tetrad.kernels.ragged import Ragged
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.linear import Linear
 from tetrad.layers.norm import LayerNorm
@@ -52,8 +53,15 @@ class Indexer:
         queries = torch.cat(self._rotate(queries, rotation), dim=-1)
         # Rounding these weights flips choices near ties, so they and their scale are fp32.
         weights = self.weights(x.float()) * self.scale
-        scores = self.ops.index_score(queries, weights, pool, batch.ragged)
-        selected: Tensor = self.ops.index_select(scores, self.arch.topk)
+        selected = [
+            self._select(queries[rows], weights[rows], part, pool)
+            for rows, part in batch.ragged.parts
+        ]
+        return selected[0] if len(selected) == 1 else torch.cat(selected)
+
+    def _select(self, queries: Tensor, weights: Tensor, ragged: Ragged, pool: Tensor) -> Tensor:
+        scores = self.ops.index_score(queries, weights, pool, ragged)
+        selected: Tensor = self.ops.index_select(scores, self.arch.topk, ragged.seen)
         return selected
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

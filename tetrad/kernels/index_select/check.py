@@ -14,23 +14,32 @@ from tetrad.kernels.draw import Draw
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Row t does not see its last t keys. Tied cases hold few values, both zeros and
-    NaNs of both signs among them."""
+    """Row t does not see its last t keys: -inf in even rows, NaN that does not count in odd ones.
+
+    Tied cases hold few values, both zeros and NaNs of both signs among them.
+    """
     draw = Draw.of(case, dtype, device)
-    scores = draw.normal(case["T"], case["M"], dtype=torch.float32)
+    num_rows, num_keys = case["T"], case["M"]
+    scores = draw.normal(num_rows, num_keys, dtype=torch.float32)
     if case["ties"]:
         scores = (scores * 2).round() / 2
         scores[0, 7], scores[0, 3] = torch.nan, -torch.nan
-    for row in range(case["T"]):
-        scores[row, case["M"] - row :] = -torch.inf
-    return {"scores": scores, "topk": case["topk"]}
+    row = torch.arange(num_rows, device=device)
+    seen = (num_keys - row).clamp(min=0)
+    is_hidden = torch.arange(num_keys, device=device) >= seen[:, None]
+    is_even = row % 2 == 0
+    scores.masked_fill_(is_hidden & is_even[:, None], -torch.inf)
+    scores.masked_fill_(is_hidden & ~is_even[:, None], torch.nan)
+    seen = torch.where(is_even, num_keys, seen)
+    return {"scores": scores, "topk": case["topk"], "seen": seen.int()}
 
 
 def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Sort by falling score, then rising position."""
     chosen = []
-    for row in inputs["scores"].nan_to_num(nan=torch.inf, neginf=-torch.inf).tolist():
-        seen = [position for position, score in enumerate(row) if score > -math.inf]
+    scores = inputs["scores"].nan_to_num(nan=torch.inf, neginf=-torch.inf).tolist()
+    for row, num_seen in zip(scores, inputs["seen"].tolist(), strict=True):
+        seen = [position for position in range(num_seen) if row[position] > -math.inf]
         best = sorted(seen, key=lambda p: (-row[p], p))[: inputs["topk"]]
         chosen.append(sorted([*best, *[-1] * (inputs["topk"] - len(best))]))
     return (torch.tensor(chosen),)

@@ -10,6 +10,9 @@ CONTRACT = Contract(
     arguments=(
         Argument("scores", "[T, M]", "float32", "from index_score; -inf where a key is not seen"),
         Argument("topk", "", "int", "how many to choose at most"),
+        Argument(
+            "seen", "[T]", "int32", "columns that count in each row; others are not looked at"
+        ),
     ),
     results=(
         Argument(
@@ -22,6 +25,7 @@ CONTRACT = Contract(
         case("fewer keys than topk", T=3, M=5, topk=16, ties=False),
         case("exactly topk", T=3, M=16, topk=16, ties=True),
         case("long", T=2, M=3000, topk=2048, ties=True),
+        case("in stretches", T=3, M=20000, topk=64, ties=True),
     ),
     flops=lambda _case: 0.0,
     bytes=lambda c, _size: 4.0 * c["T"] * (c["M"] + c["topk"]),

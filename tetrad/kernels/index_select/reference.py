@@ -17,13 +17,15 @@ from tetrad.kernels.backend import Backend
 _POSITIONS = (1 << 32) - 1
 
 
-def run(scores: Tensor, topk: int) -> Tensor:
+def run(scores: Tensor, topk: int, seen: Tensor) -> Tensor:
     """Best first; -1 fills what is missing."""
     num_keys = scores.shape[-1]
+    position = torch.arange(num_keys, device=scores.device)
+    scores = scores.masked_fill(position >= seen[:, None], -torch.inf)
     # A NaN must be chosen, or what follows would look healthy. Adding 0.0 makes -0.0 and 0.0 tie.
     bits = (torch.where(scores.isnan(), torch.inf, scores) + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    inverted = _POSITIONS - torch.arange(num_keys, device=scores.device)
+    inverted = _POSITIONS - position
     best = torch.topk((ordered << 32) | inverted, min(topk, num_keys), dim=-1).values
     positions = _POSITIONS - (best & _POSITIONS)
     is_seen = (best >> 32) > _MINUS_INFINITY

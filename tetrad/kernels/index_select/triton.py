@@ -1,0 +1,169 @@
+"""Top-k in order of position, exact, with ties to the lowest position.
+
+A program holds a stretch of a row in registers, as integers that order as the scores do. It halves
+the range in which the k-th best lies until no more than k are left above, then reads the stretch
+once more, from the cache, and writes what it keeps side by side. No sorting, no atomics.
+
+Rows that are too long for one program are cut into stretches. What is best in a row is among the
+best of its stretches, so these are written with their keys and are the next launch's rows. They lie
+in order of position, so a tie is decided as it would have been in the row. How many launches there
+are follows from the number of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.sample.triton_search import key_of
+from tetrad.kernels.triton_support import cdiv, constexpr, jit, next_power_of_2, tl, why_not
+
+FEW_ROWS = 64
+"""Up to here stretches are short, so that more programs share a row."""
+SHORT_STRETCH, LONG_STRETCH = 1 << 13, 1 << 15
+"""A long one fills half the registers of a multiprocessor."""
+BLOCK = 1 << 12
+
+_HIDDEN = constexpr(-2139095041)
+"""The key of -inf."""
+
+
+@jit()
+def _keys(stretch, index, count, IS_FIRST: tl.constexpr):
+    """Keys of the stretch at `index`; that of -inf from `count` on."""
+    if IS_FIRST:
+        score = tl.load(stretch + index, mask=index < count, other=float("-inf"))
+        # a NaN must be chosen, or what follows would look healthy
+        key = key_of(tl.where(score != score, float("inf"), score))
+    else:
+        key = tl.load(stretch + index, mask=index < count, other=_HIDDEN)
+    return key
+
+
+@jit()
+def _threshold(stretch, count, TOPK: tl.constexpr, SIZE: tl.constexpr, IS_FIRST: tl.constexpr):
+    """The lowest kept key, how many keys are kept, and how many of them are above it."""
+    key = _keys(stretch, tl.arange(0, SIZE), count, IS_FIRST)
+    low = tl.cast(_HIDDEN + 1, tl.int32)
+    high = tl.max(key) + 1
+    low_count = tl.sum((key >= low).to(tl.int32))
+    kept = tl.minimum(low_count, TOPK)
+    while (low_count > kept) & (high - 1 > low):
+        middle = (low & high) + ((low ^ high) >> 1)
+        found = tl.sum((key >= middle).to(tl.int32))
+        is_enough = found >= kept
+        low = tl.where(is_enough, middle, low)
+        low_count = tl.where(is_enough, found, low_count)
+        high = tl.where(is_enough, high, middle)
+    return low, kept, tl.sum((key > low).to(tl.int32))
+
+
+@jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["seen"])
+def select_kernel(
+    values, positions, seen, kept_keys, kept_positions, num_columns, row_stride,
+    TOPK: tl.constexpr, TOPK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Write the TOPK best of SIZE columns of a row: positions, and keys where not IS_LAST.
+
+    values: fp32 scores [T, num_columns] where IS_FIRST, of which a row has as many as `seen` says;
+    else keys with their positions. Output [T, stretches, TOPK]; -1, and the key of -inf, where
+    there are too few.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * SIZE
+    stretch = values + row * row_stride + first
+    count = tl.load(seen + row) if IS_FIRST else num_columns
+    count = tl.minimum(tl.maximum(tl.minimum(count, num_columns) - first, 0), SIZE)
+    lowest, kept, above = _threshold(stretch, count, TOPK, SIZE, IS_FIRST)
+    num_ties = kept - above
+
+    to = (row * tl.num_programs(1) + tl.program_id(1)) * TOPK
+    places = 0
+    ties = 0
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        key = _keys(stretch, index, count, IS_FIRST)
+        is_tie = key == lowest
+        # one sum for both: 16 bits hold either
+        running = tl.cumsum(is_tie.to(tl.int32) | ((key > lowest).to(tl.int32) << 16), 0)
+        tie = ties + (running & 0xFFFF)
+        place = places + (running >> 16) + tl.minimum(tie, num_ties) - 1
+        is_kept = (key > lowest) | (is_tie & (tie <= num_ties))
+        position = first + index
+        if not IS_FIRST:
+            position = tl.load(positions + row * row_stride + position, mask=is_kept)
+        tl.store(kept_positions + to + place, position, mask=is_kept)
+        if not IS_LAST:
+            tl.store(kept_keys + to + place, key, mask=is_kept)
+        ties += tl.sum(is_tie.to(tl.int32))
+        places += tl.sum((key > lowest).to(tl.int32))
+
+    place = tl.arange(0, TOPK_COLUMNS)
+    is_missing = (place >= kept) & (place < TOPK)
+    tl.store(kept_positions + to + place, tl.full((TOPK_COLUMNS,), -1, tl.int32), mask=is_missing)
+    if not IS_LAST:
+        hidden = tl.full((TOPK_COLUMNS,), _HIDDEN, tl.int32)
+        tl.store(kept_keys + to + place, hidden, mask=is_missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """How rows are cut; all are powers of two."""
+
+    least: int
+    """Columns of a program at least, more than topk."""
+    most: int
+    """Columns of a program at most; longer rows are cut into as many each."""
+    scores_per_thread: int
+
+
+def stretch_for(num_rows: int, topk: int) -> Stretch:
+    """A whole stretch leaves at most a quarter of itself to the next launch."""
+    least = 4 * next_power_of_2(topk)
+    if num_rows <= FEW_ROWS:
+        return Stretch(least, max(least, SHORT_STRETCH), scores_per_thread=16)
+    return Stretch(least, max(least, LONG_STRETCH), scores_per_thread=64)
+
+
+def select(scores: Tensor, topk: int, seen: Tensor, stretch: Stretch) -> Tensor:
+    """Launch `select_kernel` until a row is one stretch."""
+    num_rows = len(scores)
+    values, positions = scores, None
+    while True:
+        num_columns = values.shape[1]
+        size = min(max(next_power_of_2(num_columns), stretch.least), stretch.most)
+        num_parts = cdiv(num_columns, size)
+        is_last = num_parts == 1
+        kept = seen.new_empty(1 if is_last else 2, num_rows, num_parts * topk, dtype=torch.int32)
+        select_kernel[(num_rows, num_parts)](
+            values,
+            values if positions is None else positions,
+            seen,
+            kept[-1],
+            kept[0],
+            num_columns,
+            values.stride(0),
+            TOPK=topk,
+            TOPK_COLUMNS=next_power_of_2(topk),
+            SIZE=size,
+            BLOCK=min(BLOCK, size),
+            IS_FIRST=positions is None,
+            IS_LAST=is_last,
+            num_warps=min(32, max(4, size // (32 * stretch.scores_per_thread))),
+        )
+        if is_last:
+            return kept[0]
+        positions, values = kept
+
+
+def run(scores: Tensor, topk: int, seen: Tensor) -> Tensor:
+    """Rising positions, then -1. Columns of `scores` must lie side by side."""
+    assert scores.stride(1) == 1
+    return select(scores, topk, seen, stretch_for(len(scores), topk))
+
+
+BACKEND = Backend("triton", run, why_not)
