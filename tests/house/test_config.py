@@ -11,6 +11,7 @@ import pytest
 from tests.house.source import ROOT
 from tetrad.bench.kernels_options import BenchKernelsConfig
 from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.rank_options import BenchRankConfig
 from tetrad.cli.flags import all_flags
 from tetrad.core.config import Config, ServeConfig
 from tetrad.formats.options import QuantizeConfig
@@ -29,7 +30,7 @@ def numeric(annotation: object) -> bool:
 
 
 @pytest.mark.parametrize(
-    "config", [ServeConfig, BenchServeConfig, BenchKernelsConfig, QuantizeConfig]
+    "config", [ServeConfig, BenchServeConfig, BenchKernelsConfig, BenchRankConfig, QuantizeConfig]
 )
 def test_every_field_has_a_description_and_every_number_a_range(config: type[Config]):
     assert config.model_fields

@@ -12,8 +12,16 @@ from tetrad.core.errors import nearest
 from tetrad.core.presets import PRESETS
 
 
-def _split(text: str) -> tuple[str, ...]:
+def split(text: str) -> tuple[str, ...]:
+    """A list written with commas."""
     return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+
+
+def checked_counts(text: str) -> str:
+    """`text` if it lists whole numbers from 1 on. Raises ValueError."""
+    if any(not part.isdecimal() or int(part) < 1 for part in split(text)):
+        raise ValueError("whole numbers from 1 on with commas between them were expected")
+    return text
 
 
 class BenchKernelsConfig(Config):
@@ -82,14 +90,12 @@ class BenchKernelsConfig(Config):
     @field_validator("tokens", "tokens_per_expert")
     @classmethod
     def _counts(cls, text: str) -> str:
-        if any(not part.isdecimal() or int(part) < 1 for part in _split(text)):
-            raise ValueError("whole numbers from 1 on with commas between them were expected")
-        return text
+        return checked_counts(text)
 
     @field_validator("ranks")
     @classmethod
     def _pairs(cls, text: str) -> str:
-        for part in _split(text):
+        for part in split(text):
             name, _, number = part.partition("=")
             if name not in ("tp", "ep"):
                 raise ValueError(
@@ -102,25 +108,25 @@ class BenchKernelsConfig(Config):
     @property
     def op_names(self) -> tuple[str, ...]:
         """As asked; () for all."""
-        return _split(self.ops)
+        return split(self.ops)
 
     @property
     def backend_names(self) -> tuple[str, ...]:
         """As asked; () for all."""
-        return _split(self.backends)
+        return split(self.backends)
 
     @property
     def token_counts(self) -> tuple[int, ...]:
         """Tokens of each step."""
-        return tuple(map(int, _split(self.tokens)))
+        return tuple(map(int, split(self.tokens)))
 
     @property
     def tokens_per_expert_counts(self) -> tuple[int, ...]:
         """Tokens per expert of each step, () when `tokens` says it."""
-        return tuple(map(int, _split(self.tokens_per_expert)))
+        return tuple(map(int, split(self.tokens_per_expert)))
 
     @property
     def rank_counts(self) -> dict[str, int]:
         """tp and ep, as far as given."""
-        pairs = (part.partition("=") for part in _split(self.ranks))
+        pairs = (part.partition("=") for part in split(self.ranks))
         return {name: int(number) for name, _, number in pairs}

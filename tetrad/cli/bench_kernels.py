@@ -17,11 +17,12 @@ from tetrad.core.errors import BenchFailure, ConfigError, UnsupportedError, near
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from rich.table import Table
 
     from tetrad.bench.kernels import KernelBench
     from tetrad.core.arch import ModelArch
-    from tetrad.core.records import KernelTiming
+    from tetrad.core.records import KernelTiming, Record
 
 PLAIN_WIDTH = 190
 """Columns of the table where there is no terminal to ask."""
@@ -59,30 +60,20 @@ def _bench_kernels(config: BenchKernelsConfig) -> int:
 
 
 def _plan(config: BenchKernelsConfig) -> KernelBench:
-    import torch
-
     from tetrad.bench.kernels import KernelBench, op_names
     from tetrad.core.ranks import Ranks
     from tetrad.kernels.registry import OPS
     from tetrad.kernels.shapes import Load
 
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise UnsupportedError(
-            "--device cuda: torch finds no CUDA device here; --device cpu works."
-        )
-    device = torch.device("cpu" if config.device == "cpu" or not has_cuda else "cuda")
+    device, dtype = where(config.device, config.dtype)
     backends = dict.fromkeys(name for op in OPS.values() for name in op.backends)
     _known("--ops", config.op_names, op_names())
     _known("--backends", config.backend_names, backends)
     ops = config.op_names or op_names()
     _some_backend(config, ops)
-    name, arch = _model(config.model, device.type)
+    name, arch = model_shapes(config.model, device.type)
     ranks = Ranks(**config.rank_counts)
     ranks.check(arch)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
     loads = [
         Load(tokens, config.routing or "random", config.context) for tokens in config.token_counts
     ]
@@ -98,13 +89,29 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
         ranks=ranks,
         loads=tuple(loads),
         expert_loads=tuple(expert_loads or loads),
-        dtype=getattr(torch, dtype),
+        dtype=dtype,
         device=device,
         budget_s=config.budget_s,
         command=shlex.join(["tetrad", *sys.argv[1:]]),
         breakdown=config.breakdown,
         compare=config.compare,
     )
+
+
+def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Device and type of activations, "auto" resolved. Raises UnsupportedError."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise UnsupportedError(
+            "--device cuda: torch finds no CUDA device here; --device cpu works."
+        )
+    found = torch.device("cpu" if device == "cpu" or not has_cuda else "cuda")
+    if dtype == "auto":
+        dtype = "bfloat16" if found.type == "cuda" else "float32"
+    chosen: torch.dtype = getattr(torch, dtype)
+    return found, chosen
 
 
 def _some_backend(config: BenchKernelsConfig, ops: Sequence[str]) -> None:
@@ -136,7 +143,7 @@ def _known(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
             )
 
 
-def _model(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
+def model_shapes(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
     """What to call the model, and its shapes."""
     from tetrad.core.arch import ModelArch
     from tetrad.core.jsonfile import read_json_object
@@ -160,7 +167,7 @@ def _model(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
     )
 
 
-def append(row: KernelTiming, path: Path) -> None:
+def append(row: Record, path: Path) -> None:
     """One line of JSON."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row.model_dump(mode="json")) + "\n")

@@ -39,7 +39,7 @@ app.command(
     help="Ask a model one question, or talk with it; starts a server when none is running.",
     sort_key=2,
 )
-app.command(bench := App(name="bench", help="Measure a server, or kernels.", sort_key=3))
+app.command(bench := App(name="bench", help="Measure a server, kernels, or one rank.", sort_key=3))
 bench.command(
     "tetrad.cli.bench_serve:bench_serve",
     name="serve",
@@ -49,6 +49,11 @@ bench.command(
     "tetrad.cli.bench_kernels:bench_kernels",
     name="kernels",
     help="Time every kernel at a real model's shapes, against ceilings measured in the same run.",
+)
+bench.command(
+    "tetrad.cli.bench_rank:bench_rank",
+    name="rank",
+    help="Run one rank of a layout alone, with drawn weights: its decode step against its limit.",
 )
 app.command(
     "tetrad.cli.eval:evaluate",

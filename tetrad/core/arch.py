@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tetrad.core.errors import CheckpointError, nearest
+from tetrad.core.errors import CheckpointError, ConfigError, nearest
 from tetrad.core.jsonfile import read_json_object
 
 MODEL_TYPES = ("glm_moe_dsa", "deepseek_v32")
@@ -163,9 +163,15 @@ class ModelArch:
         )
 
     def first_layers(self, num_layers: int | None) -> ModelArch:
-        """The same model with its first `num_layers` only; None, or more than it has: all."""
+        """The same model with its first `num_layers` only; None, or more than it has: all. Raises
+        ConfigError where no layer with experts would be left."""
         if num_layers is None or num_layers >= self.num_layers:
             return self
+        if num_layers <= self.moe.first_dense_layers:
+            raise ConfigError(
+                f"--num-layers {num_layers}: the first {self.moe.first_dense_layers} layers of the "
+                f"model are dense; {self.moe.first_dense_layers + 1} is the fewest with experts."
+            )
         full = tuple(layer for layer in self.indexer.full_layers if layer < num_layers)
         indexer = replace(self.indexer, full_layers=full)
         return replace(self, num_layers=num_layers, indexer=indexer)

@@ -1,0 +1,275 @@
+"""One rank's decode step: its program, its time, its limit.
+
+The model is made of the layers that serve, with drawn weights of the rank's shapes; the other ranks
+are stood in for (`distributed/rehearsal.py`). A step computes one token of each of the rank's
+sequences and samples it. It is captured in a CUDA graph and replayed where that can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tetrad import __version__
+from tetrad.bench.kernels_ceilings import measure_ceilings
+from tetrad.bench.rank_trace import Label, Spent, Trace
+from tetrad.core.arch import ModelArch
+from tetrad.core.errors import ConfigError
+from tetrad.core.rank_records import OpShare, RankTiming
+from tetrad.core.ranks import Ranks
+from tetrad.core.records import CallTime, Ceilings
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.distributed.rehearsal import Rehearsal, Routing, Traffic
+from tetrad.kernels.device import snapshot
+from tetrad.kernels.select import OP_NAMES, OpSet, resolve_ops
+from tetrad.kernels.timer import Timer, timer_for
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.models.base import Model
+from tetrad.models.dummy import dummy_model
+from tetrad.roofline.cost import DecodeLoad, OpCall, step_calls
+from tetrad.roofline.limits import Rates
+
+CEILINGS_BUDGET_S = 4.0
+
+
+@dataclass(frozen=True)
+class RankBench:
+    """What to run."""
+
+    arch: ModelArch
+    """Of the whole model, with as many layers as are run."""
+    model: str
+    model_layers: int
+    ranks: Ranks
+    batches: tuple[int, ...]
+    context: int
+    routing: Routing
+    seed: int
+    forced: dict[str, str]
+    """Op → backend, or "auto"."""
+    tb_per_s: float | None
+    """None: measured."""
+    tflops: float | None
+    link_gb_per_s: float
+    dtype: torch.dtype
+    device: torch.device
+    budget_s: float
+    command: str
+
+    def load(self, batch: int) -> DecodeLoad:
+        """A step with `batch` sequences."""
+        return DecodeLoad(batch, self.context, self.dtype.itemsize)
+
+    def rows(self, batch: int) -> int:
+        """Of `batch` sequences, those of this rank."""
+        return self.load(batch).rows(self.ranks)
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step that was timed and can be run again."""
+
+    batch: int
+    call: Callable[[], Tensor]
+    traffic: Traffic
+    time: CallTime
+
+
+def run(
+    plan: RankBench, tell: Callable[[str], None], timer: Timer | None = None
+) -> Iterator[RankTiming]:
+    """One record for each batch. Raises ConfigError when memory does not hold the rank."""
+    try:
+        stage = Stage(plan, tell, timer or timer_for(plan.device))
+        steps = []
+        for batch in plan.batches:
+            tell(f"timing a step of {batch} sequences")
+            steps.append(stage.timed(batch))
+        # Later, since a profiler that was on once may slow down what comes after.
+        for step in steps:
+            tell(f"looking into a step of {step.batch} sequences")
+            yield stage.record(step)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The rank's weights and keys do not fit into {plan.device}; --num-layers below "
+            f"{plan.arch.num_layers}, a smaller --batch or a shorter --context take less: {error}"
+        ) from error
+
+
+class Stage:
+    """The rank's model with all it needs, for steps of any of the batches."""
+
+    def __init__(self, plan: RankBench, tell: Callable[[str], None], timer: Timer) -> None:
+        self.plan, self.timer = plan, timer
+        self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self.ops = resolve_ops(str(plan.device), plan.forced, plan.dtype, plan.arch, tell)
+        tell("measuring what the device can do at best")
+        self.ceilings, self.rates = _rates(plan, timer)
+        most_rows = max(map(plan.rows, plan.batches))
+        self.rehearsal = Rehearsal(
+            plan.ranks, plan.arch, most_rows=most_rows, routing=plan.routing, seed=plan.seed,
+            device=plan.device, dtype=plan.dtype,
+        )  # fmt: skip
+        self.trace = Trace(plan.device)
+        tell(f"drawing the weights of {plan.arch.num_layers} layers")
+        self.watched = self.trace.wrapped(self.ops)
+        self.model = _model(plan, self.watched, self.rehearsal)
+        self.trace.watch(self.model)
+        self.cache = filled_cache(self.model, most_rows * _pages(plan.context), plan)
+
+    def timed(self, batch: int) -> TimedStep:
+        """Run a step, count what it would receive, and time it."""
+        plan = self.plan
+        inputs = decode_batch(plan.rows(batch), plan.context, plan.arch.vocab, plan.device)
+
+        def call() -> Tensor:
+            ids: Tensor = self.watched.sample(self.model(inputs, self.cache), None)
+            return ids
+
+        # Once before anything counts: kernels are compiled then.
+        call()
+        self.rehearsal.traffic = traffic = Traffic()
+        call()
+        self.rehearsal.traffic = Traffic()
+        time = self.timer.time([call], plan.budget_s / len(plan.batches))
+        return TimedStep(batch, call, traffic, time)
+
+    def record(self, step: TimedStep) -> RankTiming:
+        """See where the step's time goes, and compare it with its limit."""
+        plan, batch = self.plan, step.batch
+        spent = self.trace.measure(step.call)
+        calls = step_calls(plan.arch, plan.ranks, plan.load(batch))
+        num_pages = plan.rows(batch) * _pages(plan.context)
+        return RankTiming(
+            **self._about(),
+            batch=batch,
+            rows=plan.rows(batch),
+            cache_bytes=num_pages * KvCache.bytes_per_page(plan.arch, plan.dtype),
+            step=step.time,
+            link_bytes=step.traffic.num_bytes,
+            link_calls=step.traffic.num_calls,
+            link_us=self.rates.link_us(step.traffic.total_bytes),
+            limit_us=sum(map(self.rates.limit_us, calls)),
+            ops=op_shares(calls, spent, self.rates),
+            notes=self._notes(batch, spent is not None),
+        )
+
+    def _notes(self, batch: int, is_traced: bool) -> list[str]:
+        notes = []
+        if batch % self.plan.ranks.attn_dp:
+            notes.append(
+                f"{batch} sequences do not lie evenly over {self.plan.ranks.attn_dp} groups; this "
+                "rank has one more than others"
+            )
+        if not is_traced:
+            notes.append("the profiler lost launches, so ops have no times")
+        return notes
+
+    def _about(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "tetrad_version": __version__,
+            "started_at": self.started_at,
+            "command": plan.command,
+            "device": snapshot(plan.device).as_dict(),
+            "ceilings": self.ceilings,
+            "tb_per_s": self.rates.tb_per_s,
+            "tflops": self.rates.tflops,
+            "link_gb_per_s": self.rates.link_gb_per_s,
+            "model": plan.model,
+            "num_layers": plan.arch.num_layers,
+            "model_layers": plan.model_layers,
+            "ranks": str(plan.ranks),
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "routing": plan.routing,
+            "context": plan.context,
+            "backends": {name: getattr(self.ops, name).name for name in OP_NAMES},
+            "weight_bytes": self.model.weight_bytes,
+        }
+
+
+def _rates(plan: RankBench, timer: Timer) -> tuple[Ceilings | None, Rates]:
+    """As stated, else as measured."""
+    ceilings = None
+    tb_per_s, tflops = plan.tb_per_s, plan.tflops
+    if tb_per_s is None or tflops is None:
+        ceilings = measure_ceilings(timer, plan.dtype, plan.device, CEILINGS_BUDGET_S)
+        tb_per_s = tb_per_s or ceilings.tb_per_s
+        tflops = tflops or ceilings.gemm_tflops
+    return ceilings, Rates(tb_per_s, tflops, plan.link_gb_per_s)
+
+
+def _model(plan: RankBench, ops: OpSet, rehearsal: Rehearsal) -> Model:
+    return dummy_model(
+        plan.arch,
+        device=plan.device,
+        dtype=plan.dtype,
+        ops=ops,
+        others=rehearsal,
+        seed=plan.seed,
+        is_skewed=plan.routing == "skewed",
+    )
+
+
+def _pages(context: int) -> int:
+    return -(-context // PAGE_TOKENS)
+
+
+def filled_cache(model: Model, num_pages: int, plan: RankBench) -> KvCache:
+    """Every slot holds a key of the size that norms leave."""
+    cache = KvCache(model.arch, num_pages, plan.device, plan.dtype)
+    generator = torch.Generator(plan.device).manual_seed(plan.seed)
+    for pool in (*cache.latent, *cache.index_keys.values()):
+        pool.normal_(generator=generator)
+    return cache
+
+
+def decode_batch(rows: int, context: int, vocab: int, device: torch.device) -> ForwardBatch:
+    """`rows` sequences with `context` keys each, whose last token is computed. Pages of a sequence
+    lie apart."""
+    num_pages = _pages(context)
+    pages = torch.arange(rows * num_pages, dtype=torch.int32).view(num_pages, rows).T.contiguous()
+    last = context - 1
+    slots = pages[:, last // PAGE_TOKENS].long() * PAGE_TOKENS + last % PAGE_TOKENS
+    return ForwardBatch(
+        token_ids=(torch.arange(rows) * 7919 % vocab).to(device),
+        positions=torch.full((rows,), last).to(device),
+        slots=slots.to(device),
+        query_start=torch.arange(rows + 1, dtype=torch.int32).to(device),
+        kv_lens=torch.full((rows,), context, dtype=torch.int32).to(device),
+        page_table=pages.to(device),
+        logit_rows=torch.arange(rows).to(device),
+        query_lens=(1,) * rows,
+        kv_lens_host=(context,) * rows,
+    )
+
+
+def op_shares(
+    calls: tuple[OpCall, ...], spent: dict[Label, Spent] | None, rates: Rates
+) -> list[OpShare]:
+    """One row for each op of each part, those that took longest first."""
+    spent = spent or {}
+    labels = dict.fromkeys([*spent, *((call.part, call.op) for call in calls)])
+    rows = []
+    for part, op in labels:
+        mine = [call for call in calls if (call.part, call.op) == (part, op)]
+        took = spent.get((part, op))
+        rows.append(
+            OpShare(
+                part=part,
+                op=op,
+                calls=took.calls if took else 0,
+                launches=took.launches if took else 0,
+                us=took.us if took else None,
+                flops=sum(call.flops * call.count for call in mine),
+                bytes=sum(call.bytes * call.count for call in mine),
+                limit_us=sum(map(rates.limit_us, mine)),
+            )
+        )
+    return sorted(rows, key=lambda row: -(row.us or row.limit_us))
