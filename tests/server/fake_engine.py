@@ -69,6 +69,8 @@ class FakeEngine:
             "dtype": "float32",
             "mem_fraction_static": 0.3,
             "moe_runner_backend": "torch",
+            "graph_sizes": {"short": [1, 2], "sparse": [2, 4]},
+            "graph_bytes": 2**29,
             "cache_sentence": "4096 tokens (1.07 GB), all that memory leaves",
             "backends": [
                 {"op": "rope", "backend": "torch", "reason": "", "refusals": {}},

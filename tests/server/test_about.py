@@ -73,6 +73,8 @@ async def test_server_info_is_flat_complete_and_keeps_the_key(
     (state,) = info["internal_states"]
     assert state["effective_max_running_requests_per_dp"] == 4
     assert state["avg_spec_accept_length"] == 1.0
+    assert state["decode_cuda_graph_bs"] == [1, 2, 4]
+    assert state["decode_cuda_graph_memory_gb"] == 0.5
     assert info["engine"]["max_running_requests"] == 4
 
 

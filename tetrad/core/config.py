@@ -41,7 +41,7 @@ def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
         return f"Unknown option {name!r}.{nearest(name, cls.model_fields)}"
     flag = "--" + name.replace("_", "-")
     value = first["input"]
-    shown = " ".join(value) if isinstance(value, tuple) else value
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
     return f"{flag} {shown}: {message[0].lower()}{message[1:]}{end}"
 
 
@@ -63,6 +63,7 @@ def option(
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
+BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -159,6 +160,22 @@ class ServeConfig(Config):
         group="Scheduling",
         ge=1,
         le=65536,
+    )
+    disable_cuda_graph: bool = option(
+        False, "Launch the kernels of each decode step one by one.", group="Scheduling"
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "Most sequences of a decode step that is recorded as a CUDA graph. Default: "
+        "max_running_requests; less where memory ends.",
+        group="Scheduling",
+        ge=1,
+        le=65536,
+    )
+    cuda_graph_bs: tuple[BatchSize, ...] = option(
+        (),
+        "Sizes of decode steps to record instead of the usual ones; others are padded to the next.",
+        group="Scheduling",
     )
     mem_fraction_static: float | None = option(
         None,

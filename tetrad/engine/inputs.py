@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS, PENDING, SequenceWork, StepPlan
 from tetrad.engine.blocks import pages_for
-from tetrad.engine.transfer import to_device
+from tetrad.engine.transfer import send_into, to_device
 from tetrad.layers.batch import ForwardBatch
 
 
@@ -29,6 +29,55 @@ class Sampled:
         """`token_ids` [T] with `ids[row]` for each -1 - row."""
         rows = (-1 - token_ids).clamp_(min=0)
         return torch.where(token_ids < 0, self.ids[rows].clamp(min=0), token_ids)
+
+
+class StaticInputs:
+    """The tensors that one recorded decode step of B rows reads, filled before each replay.
+
+    Rows that no sequence needs are padding: token 0 at position 0 of the scratch page.
+    """
+
+    def __init__(self, page_table: Tensor, scratch_page: int, most_kv_tokens: int) -> None:
+        """`page_table` [B, max_pages] int32 may be shared by steps, as one runs at a time."""
+        size, device = len(page_table), page_table.device
+        self.size = size
+        self.page_table = page_table
+        self.padding = SequenceWork("", (0,), 0, (scratch_page,), None)
+        self._most_kv_tokens = most_kv_tokens
+        self._longs = torch.zeros(3 * size + 1, dtype=torch.int64, device=device)
+        self._kv_lens = torch.ones(size, dtype=torch.int32, device=device)
+        self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(size, device=device)
+        self._longs[2 * size : 3 * size] = scratch_page * PAGE_TOKENS
+        page_table[:, 0] = scratch_page
+
+    def batch(self) -> ForwardBatch:
+        """The step, anew for each use: what a batch derives from its tensors it keeps, and a
+        recording must compute it anew."""
+        token_ids, positions, slots = self._longs[:-1].view(3, self.size)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            query_start=self._query_start,
+            kv_lens=self._kv_lens,
+            page_table=self.page_table,
+            logit_rows=self._rows,
+            query_lens=(1,) * self.size,
+            kv_lens_host=(self._most_kv_tokens,) * self.size,
+            num_real=self._longs[-1:],
+        )
+
+    def fill(
+        self, longs: array[int], kv_lens: array[int], pages: Tensor, previous: Sampled
+    ) -> None:
+        """Token ids, positions, slots and the number of real rows; lengths; page ids [B, n]."""
+        token_ids = self._longs[: self.size]
+        send_into(torch.frombuffer(longs, dtype=torch.int64), self._longs)
+        send_into(torch.frombuffer(kv_lens, dtype=torch.int32), self._kv_lens)
+        send_into(pages, self.page_table[:, : pages.shape[1]])
+        if min(longs[: self.size]) < 0:
+            token_ids.copy_(previous.fill(token_ids))
 
 
 NOTHING = Sampled(torch.empty(0, dtype=torch.int64), {})
@@ -67,6 +116,15 @@ class InputBuilder:
             query_lens=query_lens,
             kv_lens_host=kv_lens,
         )
+
+    def fill(self, plan: StepPlan, inputs: StaticInputs, previous: Sampled = NOTHING) -> None:
+        """Write a step of single tokens, at most B of them, into `inputs`."""
+        num_real = len(plan.sequences)
+        works = (*plan.sequences, *[inputs.padding] * (inputs.size - num_real))
+        kv_lens = array("i", [work.num_kv_tokens for work in works])
+        longs = array("q", [*_token_columns(works, previous.rows), num_real])
+        pages = self._page_table.read(works, pages_for(max(kv_lens)))
+        inputs.fill(longs, kv_lens, pages, previous)
 
     def _send(self, values: array[int], dtype: torch.dtype) -> Tensor:
         return to_device(torch.frombuffer(values, dtype=dtype), self._device)

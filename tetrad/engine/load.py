@@ -20,6 +20,7 @@ from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resol
 from tetrad.engine.device import device_memory, resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine
 from tetrad.engine.philox import derived_seed
+from tetrad.engine.prepare import Prepared, prepare, without_effect
 from tetrad.engine.runner import Runner
 from tetrad.engine.scheduler import Scheduler
 from tetrad.kernels.device import snapshot
@@ -63,7 +64,8 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         say(EngineProgress("note", " ".join(model.checkpoint_notes)))
     layout, use = _lay_out_cache(config, model, device, dtype)
     say(EngineProgress("cache", layout.sentence))
-    cache = _make_cache(arch, layout, device, dtype)
+    runner = Runner(model, _make_cache(arch, layout, device, dtype), ops.sample, device)
+    prepared = _prepare(config, layout, runner, arch, device, say)
     scheduler = Scheduler(
         layout.limits,
         use_prefix_cache=not config.disable_radix_cache,
@@ -76,12 +78,9 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "num_threads": torch.get_num_threads(),
         "random_seed": config.random_seed,
         "disable_radix_cache": config.disable_radix_cache,
-        "disable_overlap_schedule": config.disable_overlap_schedule,
-        "num_continuous_decode_steps": config.num_continuous_decode_steps,
-        "stream_interval": config.stream_interval,
+        **asdict(prepared),
         **{flag: getattr(ops, op).name for flag, op in FLAG_OPS.items()},
     }
-    runner = Runner(model, cache, ops.sample, device)
     return Engine(
         scheduler,
         runner,
@@ -165,12 +164,30 @@ def _make_cache(
     arch: ModelArch, layout: CacheLayout, device: torch.device, dtype: torch.dtype
 ) -> KvCache:
     try:
-        return KvCache(arch, layout.limits.num_pages, device, dtype)
+        # One page more than sequences get: padding of recorded steps is written there.
+        return KvCache(arch, layout.limits.num_pages + 1, device, dtype)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"The cache of {layout.sentence} could not be allocated; lower --mem-fraction-static "
             f"below {layout.fraction:g}."
         ) from error
+
+
+def _prepare(
+    config: ServeConfig,
+    layout: CacheLayout,
+    runner: Runner,
+    arch: ModelArch,
+    device: torch.device,
+    say: Progress,
+) -> Prepared:
+    for sentence in without_effect(config, device.type):
+        say(EngineProgress("note", sentence))
+
+    def tell(sentence: str) -> None:
+        say(EngineProgress("graphs", sentence))
+
+    return prepare(config, arch, layout.limits, runner, device, tell)
 
 
 def _info(

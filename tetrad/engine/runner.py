@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import StepPlan
+from tetrad.engine.graphs import DecodeGraphs, GraphPlan, Recorder
 from tetrad.engine.inputs import NOTHING, InputBuilder, Sampled
 from tetrad.engine.sampler import Draws, Sampler
 from tetrad.layers.batch import ForwardBatch
@@ -18,7 +19,7 @@ ModelCall = Callable[[ForwardBatch, KvCache], Tensor]
 
 
 class Runner:
-    """Owns the model, its cache and the sampler."""
+    """Owns the model, its cache, the recorded decode steps and the sampler."""
 
     def __init__(
         self,
@@ -29,17 +30,36 @@ class Runner:
     ) -> None:
         self.model = model
         self.cache = cache
+        self.graphs: DecodeGraphs | None = None
+        self._device = device
         self._inputs = InputBuilder(device)
         self._sampler = Sampler(sample_op)
         self._previous = NOTHING
+
+    def record_graphs(
+        self, plan: GraphPlan, recorder: Recorder, say: Callable[[str], None]
+    ) -> DecodeGraphs:
+        """Record decode steps; those that fit a graph run from it from now on."""
+        self.graphs = DecodeGraphs(
+            lambda batch: self.model(batch, self.cache), plan, recorder, self._device
+        )
+        self.graphs.record(say)
+        return self.graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Draws:
         """Start one step; nothing here waits for the device. Rows whose logits are not finite are
         marked, not raised."""
-        logits = self.model(self._inputs.build(plan, self._previous), self.cache)
+        logits = self._logits(plan)
         pairs = [(work.rid, work.sample) for work in plan.sequences if work.sample]
         rids = [rid for rid, _ in pairs]
         draws = self._sampler(logits, rids, [work for _, work in pairs])
         self._previous = Sampled(draws.ids, {rid: row for row, rid in enumerate(rids)})
         return draws
+
+    def _logits(self, plan: StepPlan) -> Tensor:
+        if self.graphs is not None:
+            logits = self.graphs.run(plan, self._inputs, self._previous)
+            if logits is not None:
+                return logits
+        return self.model(self._inputs.build(plan, self._previous), self.cache)

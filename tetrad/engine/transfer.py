@@ -9,9 +9,16 @@ from torch import Tensor
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on `device`. It goes through pinned memory: from other memory the
     driver may first wait for all that runs."""
-    if device.type == "cuda" and values.numel():
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+    return _pinned_for(device, values).to(device, non_blocking=True)
+
+
+def send_into(values: Tensor, target: Tensor) -> None:
+    """Copy a CPU tensor into one on a device, as `to_device` does."""
+    target.copy_(_pinned_for(target.device, values), non_blocking=True)
+
+
+def _pinned_for(device: torch.device, values: Tensor) -> Tensor:
+    return values.pin_memory() if device.type == "cuda" and values.numel() else values
 
 
 class Fetch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from tetrad.kernels.ragged import Ragged
@@ -35,7 +36,17 @@ class ForwardBatch:
     query_lens: tuple[int, ...]
     """Host twin of query_start, at least 1 each, so that nothing waits for the device."""
     kv_lens_host: tuple[int, ...]
-    """Host twin of kv_lens."""
+    """Host twin of kv_lens, or numbers that these will never exceed."""
+    num_real: Tensor | None = None
+    """[1] int64: rows from there on are padding. None: there is none."""
+
+    @cached_property
+    def is_padding(self) -> Tensor | None:
+        """[T, 1] bool, or None if no row is."""
+        if self.num_real is None:
+            return None
+        rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        return (rows >= self.num_real).unsqueeze(1)
 
     @cached_property
     def ragged(self) -> Ragged:

@@ -43,4 +43,4 @@ class DecoderLayer:
             self.attention_norm(hidden), batch, rotation, cache, selected
         )
         hidden = hidden + self.others.all_reduce(attended)
-        return self.mlp(self.mlp_norm(hidden), hidden), selected
+        return self.mlp(self.mlp_norm(hidden), hidden, batch.is_padding), selected

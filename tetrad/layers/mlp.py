@@ -34,6 +34,6 @@ class Mlp:
         self.down = Linear(source, "down_proj", hidden, intermediate)
         self.others = source.others
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, D] and [T, D] to [T, D]."""
+    def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Tensor:
+        """[T, D] and [T, D] to [T, D]. Padding is computed: here it reads no weights of its own."""
         return residual + self.others.all_reduce(self.down(self.gate_up(x)))

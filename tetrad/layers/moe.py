@@ -104,8 +104,16 @@ class Moe:
         held = range(moe.num_experts) if held is None else held
         self.experts = source.at("experts").experts(held, moe.num_experts, hidden, moe.intermediate)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, D] and [T, D] to [T, D]: summed in fp32 by the experts' last kernel, rounded once."""
+    def route(self, x: Tensor, is_padding: Tensor | None) -> Front:
+        """Of x [T, D]. Rows that `is_padding` [T, 1] marks get no expert: they would read weights
+        that nobody else needs."""
         weights, ids, hidden = self.front(x)
+        if is_padding is not None:
+            ids = ids.masked_fill(is_padding, -1)
+        return weights, ids, hidden
+
+    def __call__(self, x: Tensor, residual: Tensor, is_padding: Tensor | None = None) -> Tensor:
+        """[T, D] and [T, D] to [T, D]: summed in fp32 by the experts' last kernel, rounded once."""
+        weights, ids, hidden = self.route(x, is_padding)
         y: Tensor = self.experts_op(x, self.experts, ids, weights, self.down(hidden), residual)
         return y

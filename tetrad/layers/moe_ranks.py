@@ -21,9 +21,9 @@ class SplitMoe(Moe):
         self.others = source.others
         super().__init__(arch, source, self.others.ranks.held(arch.moe.num_experts))
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, is_padding: Tensor | None = None) -> Tensor:
         """[T, D] and [T, D] to [T, D]."""
-        weights, ids, hidden = self.front(x)
+        weights, ids, hidden = self.route(x, is_padding)
         part: Tensor = self.experts_op(x, self.experts, ids, weights, self.down(hidden), None)
         return residual + self.others.all_reduce(part)
 
@@ -37,8 +37,8 @@ class ExchangingMoe(Moe):
         super().__init__(arch, source, held, sends_rows=True)
         self.exchange = self.others.exchange(arch.moe)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, D] and [T, D] to [T, D], of the own rows."""
+    def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Tensor:
+        """[T, D] and [T, D] to [T, D], of the own rows. Padding goes to experts like any row."""
         weights, ids, hidden = self.front(x)
         rows, local_ids, slot_weights = self.exchange.dispatch(x, ids, weights)
         part = self.experts_op(rows, self.experts, local_ids, slot_weights, None, None)

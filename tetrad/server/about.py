@@ -139,6 +139,7 @@ def _internal_state(service: Service) -> dict[str, Any]:
     """The state of the one engine, under SGLang's names."""
     info, stats = service.engine.info, service.engine.stats
     memory = info["memory"]
+    graphs, graph_gb = info["graph_sizes"] or {}, info["graph_bytes"] / 2**30
     return {
         "effective_max_running_requests_per_dp": info["max_running_requests"],
         "last_gen_throughput": stats.gen_throughput,
@@ -150,10 +151,10 @@ def _internal_state(service: Service) -> dict[str, Any]:
             "kvcache": memory["cache_bytes"] / 2**30,
             "startup_available": memory["free_bytes"] / 2**30,
             "token_capacity": info["max_total_tokens"],
-            "graph": {},
+            "graph": {"decode": graph_gb},
         },
-        "decode_cuda_graph_bs": [],
-        "decode_cuda_graph_memory_gb": 0.0,
+        "decode_cuda_graph_bs": sorted({size for sizes in graphs.values() for size in sizes}),
+        "decode_cuda_graph_memory_gb": graph_gb,
         "disaggregation_mode": "null",
         "world_size": service.config.tp,
     }

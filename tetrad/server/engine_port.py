@@ -23,6 +23,8 @@ class EnginePort(Protocol):
         max_total_tokens      tokens the cache holds
         max_running_requests  sequences in one step
         memory                weight_bytes, cache_bytes, free_bytes
+        graph_bytes           memory that recorded decode steps took
+        graph_sizes           set of recorded decode steps → their sizes, or None
         weights               stored format → memory_bytes
         device, dtype         what it runs on
         cache_sentence        the cache's size and what limits it

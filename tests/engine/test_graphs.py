@@ -1,0 +1,234 @@
+"""Recorded decode steps: what is recorded, which step runs from which, and that it is the same."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tetrad.core.request import SamplingParams
+from tetrad.core.step import PAGE_TOKENS, PENDING, SampleWork, SequenceWork, StepPlan
+from tetrad.engine.graphs import (
+    CannotRecordError,
+    DecodeGraphs,
+    GraphPlan,
+    thinned,
+    usual_sizes,
+)
+from tetrad.engine.runner import Runner
+from tetrad.kernels.select import resolve_ops
+from tetrad.layers.batch import ForwardBatch
+
+CPU = torch.device("cpu")
+SCRATCH = 12
+VOCAB = 50
+
+
+@dataclass
+class FakeRecorder:
+    """Runs the step again where a GPU would replay it. Each graph costs what `costs` says."""
+
+    total_bytes: int = 1000
+    first_bytes: int = 0
+    each_bytes: int = 0
+    largest: int = 10**9
+    error: str = ""
+    num_recorded: int = 0
+    sizes: list[int] = field(default_factory=list)
+
+    def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        if self.error:
+            raise CannotRecordError(self.error)
+        result = step()
+        if len(result) > self.largest:
+            raise torch.OutOfMemoryError("no")
+        self.num_recorded += 1
+        self.sizes.append(len(result))
+
+        def replay() -> None:
+            result.copy_(step())
+
+        return replay, result
+
+    def free_bytes(self) -> int:
+        first = self.first_bytes if self.num_recorded else 0
+        return self.total_bytes - first - self.each_bytes * max(0, self.num_recorded - 1)
+
+
+class FakeModel:
+    """Writes each token to its slot; a row's logits depend on all that it reads, and on no more."""
+
+    def __init__(self) -> None:
+        self.slots = torch.full(((SCRATCH + 1) * PAGE_TOKENS,), -1, dtype=torch.int64)
+        self.batches: list[ForwardBatch] = []
+
+    def __call__(self, batch: ForwardBatch, cache: Any) -> Tensor:
+        self.batches.append(batch)
+        self.slots[batch.slots] = batch.token_ids
+        rows = []
+        ends = batch.query_start[1:].tolist()
+        for row in batch.logit_rows.tolist():
+            sequence = next(s for s, end in enumerate(ends) if row < end)
+            seen = int(batch.kv_lens[sequence]) - (ends[sequence] - 1 - row)
+            at = torch.arange(seen)
+            pages = batch.page_table[sequence][at // PAGE_TOKENS].long()
+            past = self.slots[pages * PAGE_TOKENS + at % PAGE_TOKENS]
+            assert (past >= 0).all(), "a slot is read that nobody wrote"
+            assert int(batch.positions[row]) == seen - 1
+            weight = (at + 3) * (past + 7)
+            rows.append(torch.sin(weight.sum() * torch.arange(1, VOCAB + 1).double()).float())
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+
+def make_runner(plan: GraphPlan | None, recorder: FakeRecorder | None = None) -> Runner:
+    runner = Runner(FakeModel(), None, resolve_ops("cpu").sample, CPU)  # type: ignore[arg-type]
+    if plan is not None:
+        runner.record_graphs(plan, recorder or FakeRecorder(), lambda _: None)
+        model_of(runner).batches.clear()
+    return runner
+
+
+def model_of(runner: Runner) -> FakeModel:
+    assert isinstance(runner.model, FakeModel)
+    return runner.model
+
+
+def work(rid: str, start: int, pages: tuple[int, ...], *ids: int, samples: bool = True):
+    sample = SampleWork(SamplingParams(temperature=0.8), 4, start) if samples else None
+    return SequenceWork(rid, ids, start, pages, sample)
+
+
+PLAN = GraphPlan((1, 2, 4), short_tokens=70, context_tokens=200, scratch_page=SCRATCH)
+PROMPTS = StepPlan(
+    (work("a", 0, (3, 1), *range(9)), work("b", 0, (5, 6), *range(69)), work("c", 0, (9,), 8))
+)
+DECODES = [
+    StepPlan(
+        (work("a", 9, (3, 1), PENDING), work("b", 69, (5, 6), PENDING), work("c", 1, (9,), 4))
+    ),
+    StepPlan((work("c", 2, (9,), PENDING), work("a", 10, (3, 1), PENDING))),
+    StepPlan(
+        (work("b", 70, (5, 6), 11), work("c", 3, (9,), PENDING), work("a", 11, (3, 1), PENDING))
+    ),
+    StepPlan((work("a", 12, (3, 1), PENDING),)),
+]
+
+
+def test_a_replay_gives_the_tokens_of_a_step_without_a_graph():
+    with_graphs, without = make_runner(PLAN), make_runner(None)
+    for plan in (PROMPTS, *DECODES):
+        ours, theirs = with_graphs.launch(plan).wait(), without.launch(plan).wait()
+        assert ours == theirs
+    sizes = [
+        (len(batch.kv_lens), max(batch.kv_lens_host)) for batch in model_of(with_graphs).batches
+    ]
+    assert sizes == [(3, 69), (4, 70), (2, 70), (4, 200), (1, 70)]
+    scratch = slice(SCRATCH * PAGE_TOKENS, None)
+    written, expected = (model_of(r).slots[: scratch.start] for r in (with_graphs, without))
+    assert torch.equal(written, expected)
+
+
+def test_padding_gets_no_expert_and_is_written_to_the_scratch_page():
+    runner = make_runner(PLAN)
+    for plan in (PROMPTS, DECODES[0]):
+        runner.launch(plan)
+    batch = model_of(runner).batches[-1]
+    assert batch.is_padding is not None
+    assert batch.is_padding.flatten().tolist() == [False, False, False, True]
+    assert batch.slots[3] == SCRATCH * PAGE_TOKENS
+    assert batch.kv_lens[3] == 1
+    assert batch.page_table[3, 0] == SCRATCH
+
+
+@pytest.mark.parametrize(
+    "works",
+    [
+        (work("a", 9, (3, 1), 5, 6),),
+        (work("a", 9, (3, 1), 5, samples=False),),
+        tuple(work(f"{i}", 0, (i,), 5) for i in range(5)),
+    ],
+)
+def test_what_is_no_decode_or_too_large_runs_without_a_graph(
+    works: tuple[SequenceWork, ...], caplog: pytest.LogCaptureFixture
+):
+    runner = make_runner(PLAN)
+    model_of(runner).slots.fill_(1)
+    for _ in range(2):
+        runner.launch(StepPlan(works))
+    assert all(batch.num_real is None for batch in model_of(runner).batches)
+    assert len(caplog.records) == (len(works) == 5)
+
+
+def graphs_of(plan: GraphPlan, recorder: FakeRecorder) -> DecodeGraphs:
+    graphs = make_runner(plan, recorder).graphs
+    assert graphs is not None
+    return graphs
+
+
+def test_the_largest_comes_first():
+    recorder = FakeRecorder()
+    assert graphs_of(PLAN, recorder).sizes == {"short": [1, 2, 4], "sparse": [1, 2, 4]}
+    assert recorder.sizes == [4, 4, 2, 2, 1, 1]
+
+
+def test_a_context_that_is_always_read_whole_needs_one_set():
+    plan = GraphPlan((1, 2), short_tokens=70, context_tokens=70, scratch_page=SCRATCH)
+    assert graphs_of(plan, FakeRecorder()).sizes == {"short": [1, 2]}
+
+
+def test_the_list_is_cut_to_the_memory():
+    sizes = tuple(range(1, 13))
+    plan = GraphPlan(sizes, 70, 70, SCRATCH, reserved_bytes=300)
+    recorder = FakeRecorder(total_bytes=1000, first_bytes=200, each_bytes=100)
+    graphs = graphs_of(plan, recorder)
+    assert graphs.sizes == {"short": [1, 4, 7, 10, 11, 12]}
+    assert recorder.free_bytes() >= 300
+    assert graphs.num_bytes == 1000 - recorder.free_bytes()
+
+
+def test_a_size_that_does_not_fit_is_left_out(caplog: pytest.LogCaptureFixture):
+    graphs = graphs_of(PLAN, FakeRecorder(largest=2))
+    assert graphs.sizes == {"short": [1, 2], "sparse": [1, 2]}
+    assert "Decode steps of 4 run without a graph: memory ends there." in caplog.text
+
+
+def test_a_step_that_cannot_be_recorded_runs_and_says_why_once(caplog: pytest.LogCaptureFixture):
+    runner = make_runner(PLAN, FakeRecorder(error="it waits."))
+    other = make_runner(None)
+    for plan in (PROMPTS, *DECODES):
+        assert runner.launch(plan).wait() == other.launch(plan).wait()
+    with caplog.at_level(logging.WARNING):
+        assert [r.message for r in caplog.records] == [
+            "Decode steps run without CUDA graphs: it waits."
+        ]
+
+
+class TestSizes:
+    USUAL: ClassVar = {
+        1: (1,),
+        6: (1, 2, 3, 4, 6),
+        33: (1, 2, 3, 4, 8, 16, 24, 32, 33),
+    }
+
+    @pytest.mark.parametrize("most", USUAL)
+    def test_usual_sizes(self, most: int):
+        assert usual_sizes(most) == self.USUAL[most]
+
+    def test_large_sizes_are_few(self):
+        sizes = usual_sizes(2048)
+        assert len(sizes) < 90
+        assert sizes[-1] == 2048
+        assert all(b - a <= max(1, b // 16 + 7) for a, b in itertools.pairwise(sizes))
+
+    @pytest.mark.parametrize(
+        ("count", "kept"),
+        [(9, [1, 2, 3, 4, 5]), (3, [1, 3, 5]), (2, [1, 5]), (1, [1]), (0, []), (-4, [])],
+    )
+    def test_thinned(self, count: int, kept: list[int]):
+        assert thinned([1, 2, 3, 4, 5], count) == kept

@@ -1,0 +1,122 @@
+"""What happens on a GPU between loading and serving: the largest step is tried, decode steps are
+recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tetrad.core.arch import ModelArch
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import ConfigError
+from tetrad.core.request import SamplingParams
+from tetrad.core.step import SampleWork, SequenceWork, StepPlan
+from tetrad.engine.admission import Limits
+from tetrad.engine.blocks import pages_for
+from tetrad.engine.cuda_graph import CudaRecorder
+from tetrad.engine.graphs import GraphPlan, usual_sizes
+from tetrad.engine.runner import Runner
+
+MARGIN_BYTES = 256 << 20
+"""Left beside the largest step's memory: allocators round up, libraries take their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What preparing took and gave."""
+
+    activation_bytes: int | None = None
+    """Most that a step takes beyond weights and cache; None where it was not measured."""
+    graph_bytes: int = 0
+    graph_sizes: dict[str, list[int]] | None = None
+    """Set → recorded sizes; None: none were wanted."""
+
+
+def prepare(
+    config: ServeConfig,
+    arch: ModelArch,
+    limits: Limits,
+    runner: Runner,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> Prepared:
+    """Try the largest step and record decode steps; on a CPU do nothing. `say` hears of progress.
+    The cache must have a page more than `limits` say."""
+    if device.type != "cuda":
+        return Prepared()
+    scratch_page = limits.num_pages
+    peak_bytes = _activation_bytes(runner, limits, scratch_page)
+    if config.disable_cuda_graph:
+        return Prepared(peak_bytes)
+    plan = GraphPlan(
+        sizes=graph_sizes(config, limits.max_running_requests),
+        short_tokens=arch.indexer.topk,
+        context_tokens=min(limits.context_tokens, limits.cache_tokens),
+        scratch_page=scratch_page,
+        reserved_bytes=peak_bytes + MARGIN_BYTES,
+    )
+    graphs = runner.record_graphs(plan, CudaRecorder(device), say)
+    return Prepared(peak_bytes, graphs.num_bytes, graphs.sizes)
+
+
+def graph_sizes(config: ServeConfig, max_running: int) -> tuple[int, ...]:
+    """Rising sizes, as far as they are of use with so many running requests."""
+    if config.cuda_graph_bs:
+        useful = {size for size in config.cuda_graph_bs if size < max_running}
+        larger = [size for size in config.cuda_graph_bs if size >= max_running]
+        return tuple(sorted(useful | ({min(larger)} if larger else set())))
+    return usual_sizes(min(config.cuda_graph_max_bs or max_running, max_running))
+
+
+def without_effect(config: ServeConfig, device_kind: str) -> list[str]:
+    """A sentence for each flag that changes nothing as things are."""
+    given = {
+        "--disable-cuda-graph": config.disable_cuda_graph,
+        "--cuda-graph-max-bs": config.cuda_graph_max_bs is not None,
+        "--cuda-graph-bs": bool(config.cuda_graph_bs),
+    }
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if device_kind != "cuda":
+        return [f"{flag} has no effect: a {device_kind.upper()} records nothing." for flag in flags]
+    if config.disable_cuda_graph:
+        return [f"{flag} has no effect with --disable-cuda-graph." for flag in flags[1:]]
+    if len(flags) == 2:
+        return ["--cuda-graph-max-bs has no effect beside --cuda-graph-bs."]
+    return []
+
+
+def largest_step(limits: Limits, scratch_page: int) -> StepPlan:
+    """As many tokens as a step may have, as many of them sampled as can be; the last sequence is a
+    chunk at the end of the longest context. All keys go to the scratch page."""
+    num_rows = min(limits.max_running_requests, limits.step_tokens)
+    context = min(limits.context_tokens, limits.cache_tokens)
+    chunk = min(limits.step_tokens - num_rows + 1, context)
+    sizes = [(1, 0)] * (num_rows - 1) + [(chunk, context - chunk)]
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    return StepPlan(
+        tuple(
+            SequenceWork(
+                rid=str(row),
+                token_ids=(0,) * count,
+                start=start,
+                pages=(scratch_page,) * pages_for(start + count),
+                sample=SampleWork(params, seed=0, num_generated=0),
+            )
+            for row, (count, start) in enumerate(sizes)
+        )
+    )
+
+
+def _activation_bytes(runner: Runner, limits: Limits, scratch_page: int) -> int:
+    held_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        runner.launch(largest_step(limits, scratch_page)).wait()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"A step of {limits.step_tokens} tokens does not fit beside weights and cache; lower "
+            f"--mem-fraction-static or --chunked-prefill-size."
+        ) from error
+    return torch.cuda.max_memory_allocated() - held_bytes
