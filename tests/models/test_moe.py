@@ -144,6 +144,15 @@ def test_a_quantised_shared_expert_stands_apart():
         assert seen.torch == []
 
 
+def test_padding_gets_no_expert_and_changes_no_other_row():
+    moe, (x, residual) = block(Stored("experts.")), rows()
+    is_padding = (torch.arange(len(x)) >= 3).unsqueeze(1)
+    _, ids, _ = moe.route(x, is_padding)
+    assert (ids[:3] >= 0).all()
+    assert (ids[3:] == -1).all()
+    torch.testing.assert_close(moe(x, residual, is_padding)[:3], moe(x, residual)[:3])
+
+
 def test_joined_products_give_what_separate_ones_give(monkeypatch: pytest.MonkeyPatch):
     stored, (x, residual) = Stored("experts."), rows()
     joined = block(stored)

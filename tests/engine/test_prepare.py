@@ -1,0 +1,74 @@
+"""What a GPU prepares before it serves, as far as it shows without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.fakes import make_limits
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import ConfigError
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.prepare import graph_sizes, largest_step, without_effect
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_running", "sizes"),
+    [
+        ({}, 6, (1, 2, 3, 4, 6)),
+        ({"cuda_graph_max_bs": 4}, 256, (1, 2, 3, 4)),
+        ({"cuda_graph_max_bs": 512}, 8, (1, 2, 3, 4, 8)),
+        ({"cuda_graph_bs": (7, 3, 3)}, 256, (3, 7)),
+        ({"cuda_graph_bs": (7, 3, 64, 32)}, 20, (3, 7, 32)),
+    ],
+)
+def test_sizes_to_record(flags: dict[str, object], max_running: int, sizes: tuple[int, ...]):
+    config = ServeConfig(**flags)  # type: ignore[arg-type]
+    assert graph_sizes(config, max_running) == sizes
+
+
+@pytest.mark.parametrize("size", [0, 65537, "many"])
+def test_a_size_that_cannot_be_is_refused(size: object):
+    with pytest.raises(ConfigError, match="--cuda-graph-bs"):
+        ServeConfig.parse({"cuda_graph_bs": (size,)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "sentences"),
+    [
+        ({}, "cpu", []),
+        ({}, "cuda", []),
+        (
+            {"cuda_graph_max_bs": 4},
+            "cpu",
+            ["--cuda-graph-max-bs has no effect: a CPU records nothing."],
+        ),
+        (
+            {"disable_cuda_graph": True, "cuda_graph_bs": (4,)},
+            "cuda",
+            ["--cuda-graph-bs has no effect with --disable-cuda-graph."],
+        ),
+        (
+            {"cuda_graph_max_bs": 4, "cuda_graph_bs": (4,)},
+            "cuda",
+            ["--cuda-graph-max-bs has no effect beside --cuda-graph-bs."],
+        ),
+        ({"disable_cuda_graph": True}, "cuda", []),
+    ],
+)
+def test_flags_without_effect_are_named(
+    flags: dict[str, object], device: str, sentences: list[str]
+):
+    config = ServeConfig(**flags)  # type: ignore[arg-type]
+    assert without_effect(config, device) == sentences
+
+
+@pytest.mark.parametrize(("step", "context"), [(96, 512), (96, 40), (4, 512)])
+def test_the_largest_step_fills_the_budget(step: int, context: int):
+    plan = largest_step(make_limits(16, running=4, step=step, context=context), scratch_page=16)
+    assert plan.num_tokens == min(step, context + 3)
+    assert len(plan.sequences) == 4
+    assert plan.sequences[-1].num_kv_tokens == context
+    for work in plan.sequences:
+        assert set(work.pages) == {16}
+        assert len(work.pages) * PAGE_TOKENS >= work.num_kv_tokens
+        assert work.sample is not None
