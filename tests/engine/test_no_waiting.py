@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from tests.factories import tiny_glm_folder
 from tetrad.core.arch import ModelArch
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork, StepPlan
+from tetrad.engine.cuda_graph import waiting_is_an_error
 from tetrad.engine.runner import Runner
 from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.layers.cache import KvCache
@@ -102,15 +101,6 @@ def test_the_guard_sees_what_waits(index: Any):
     for read in (Tensor.tolist, Tensor.item, bool, Tensor.cpu, Tensor.nonzero):
         with NoReads(), pytest.raises(AssertionError, match="waits"):
             read(values)
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

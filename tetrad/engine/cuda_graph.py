@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,18 @@ import torch
 from torch import Tensor
 
 from tetrad.engine.graphs import CannotRecordError
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """torch raises RuntimeError where the host would wait for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it may not see every such place
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +69,8 @@ class CudaRecorder:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             step()
-            mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waiting_is_an_error():
                 step()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _borrow(self, result: Tensor) -> Tensor:
