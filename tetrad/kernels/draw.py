@@ -123,7 +123,8 @@ def sequence_slots(ragged: Ragged, sequence: int) -> Tensor:
         [
             pages[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
             for position in range(ragged.kv_lens_host[sequence])
-        ]
+        ],
+        dtype=torch.int64,
     )
 
 

@@ -72,7 +72,7 @@ class Ragged:
     """The lengths and pages of the sequences of one step.
 
     Row `query_start[s] + i` of sequence s stands at position `kv_lens[s] - query_lens[s] + i` and
-    sees the keys at positions 0 up to its own.
+    sees the keys at positions 0 up to its own. A sequence of kv_len 0 only fills up a batch.
     """
 
     query_start: Tensor
@@ -92,7 +92,7 @@ class Ragged:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The step as padded rectangles; every row is in exactly one."""
+        """The step as padded rectangles; every row that sees a key is in exactly one."""
         groups = _pack(_runs(self.query_lens, self.kv_lens_host))
         return tuple(self._block(group) for group in groups)
 
@@ -189,9 +189,13 @@ class Ragged:
 
 
 def _runs(query_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> list[_Run]:
-    """Cut long prompt chunks so that no run alone exceeds MAX_BLOCK_PAIRS."""
+    """Cut long prompt chunks so that no run alone exceeds MAX_BLOCK_PAIRS; rows that see nothing
+    are left out."""
     runs, row = [], 0
     for sequence, (query_len, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
+        if kv_len == 0:
+            row += query_len
+            continue
         step = max(1, MAX_BLOCK_PAIRS // kv_len)
         for start in range(0, query_len, step):
             count = min(step, query_len - start)

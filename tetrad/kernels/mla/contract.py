@@ -26,12 +26,18 @@ CONTRACT = Contract(
         Argument(
             "pool", "[P, PAGE_TOKENS, C + R]", "activation", "latents; unwritten slots are NaN"
         ),
-        Argument("ragged", "", "Ragged", "lengths and pages of the step's sequences"),
+        Argument(
+            "ragged",
+            "",
+            "Ragged",
+            "lengths and pages of the step's sequences; one of kv_len 0 fills up a batch, and its "
+            "rows are zeros",
+        ),
         Argument(
             "selected",
             "[T, K]",
             "int32",
-            "key positions each row reads, -1 for none; None: all seen",
+            "key positions each row reads, -1 for none; None: all seen. A row of -1 gives zeros",
         ),
         Argument("scale", "", "float", "multiplies query . latent"),
         Argument("latent_rank", "", "int", "C"),
@@ -44,6 +50,8 @@ CONTRACT = Contract(
     cases=(
         case("mixed step", lens=((1, 70), (3, 5), (1, 1), (66, 130)), H=3, C=16, R=8, topk=0),
         case("selected", lens=((1, 70), (3, 5), (20, 130)), H=3, C=16, R=8, topk=16),
+        case("filled up", lens=((1, 65), (1, 0), (2, 3), (1, 0)), H=3, C=16, R=8, topk=0),
+        case("selected, filled up", lens=((1, 65), (1, 0), (2, 3)), H=3, C=16, R=8, topk=16),
         case("decode", lens=((1, 65), (1, 64), (1, 200)), H=4, C=32, R=8, topk=0),
         case("selected decode", lens=((1, 65), (1, 3), (1, 200)), H=4, C=32, R=8, topk=32),
         case("one token", lens=((1, 1),), H=1, C=8, R=2, topk=0),

@@ -28,7 +28,7 @@ def run(
     flat = pool.view(-1, pool.shape[-1])
     if selected is not None:
         return _over_selected(queries, flat, ragged, selected, scale, latent_rank)
-    out = queries.new_empty(*queries.shape[:2], latent_rank)
+    out = queries.new_zeros(*queries.shape[:2], latent_rank)
     for block in ragged.blocks:
         keys = _gather(flat, block.slots)
         hidden = block.hidden.unsqueeze(2)
@@ -49,7 +49,8 @@ def _over_selected(
             *(torch.split(part, size) for part in (queries, slots, missing)), strict=True
         )
     ]
-    return (done[0] if len(done) == 1 else torch.cat(done)).to(queries.dtype)
+    found = done[0] if len(done) == 1 else torch.cat(done)
+    return found.masked_fill(missing.all(-1), 0.0).to(queries.dtype)
 
 
 def _gather(flat: Tensor, slots: Tensor) -> Tensor:

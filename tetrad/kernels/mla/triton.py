@@ -1,0 +1,282 @@
+"""Latent attention over the paged cache: one kernel for decodes and prompts, dense and selected.
+
+A program attends with one row's heads, a tile of them, to a part of the keys the row reads. A key is
+read once and used twice: all of it for the scores, its first C numbers as the value. Scores go
+through an online softmax (Milakov and Gimelshein, 2018; FlashAttention-2 for the order of work).
+
+A step of few rows has fewer programs than the GPU has multiprocessors, so the keys of a row are
+split. Every part is written in fp32 with the logarithm of its sum, and a second kernel adds the
+parts up in their order (Flash-Decoding). Into how many parts follows from shapes alone, so that a
+CUDA graph holds for any lengths; which keys a part has follows from the lengths, on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.experts.grouping import cores_of
+from tetrad.kernels.mla import reference
+from tetrad.kernels.mla.tiles import MlaTile, fitted, splits_for, tile_for
+from tetrad.kernels.ragged import Ragged
+from tetrad.kernels.triton_support import cdiv, constexpr, jit, next_power_of_2, tl, why_not
+
+_log = logging.getLogger(__name__)
+
+PAGE = constexpr(PAGE_TOKENS)
+LOG2_E = constexpr(1.4426950408889634)
+NO_SCORE = constexpr(-1e30)
+"""Below any score, yet its difference to itself is a number."""
+SEARCHED = constexpr(128)
+"""Sequences that the search for a row's own looks at together."""
+MIN_DOT = 16
+"""The smallest edge of a product."""
+COMBINED_COLUMNS = 128
+
+
+@jit()
+def _sequence_of(row, query_start, num_sequences):
+    """How many sequences end at or before `row`: its own, or `num_sequences` behind the last."""
+    found = 0
+    for first in tl.range(0, num_sequences, SEARCHED):
+        sequence = first + tl.arange(0, SEARCHED)
+        known = sequence < num_sequences
+        end = tl.load(query_start + 1 + sequence, mask=known, other=0)
+        found += tl.sum((known & (end <= row)).to(tl.int32))
+    return found
+
+
+@jit()
+def _resolve(chosen, slots, pages, seen, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr):
+    """Write where a row's selected keys lie, -1 for none, so that the loop looks up one thing and
+    not two in a row. Returns the number of entries up to the last key.
+
+    Every program of the row writes the same, and reads what it has written itself.
+    """
+    entry = tl.arange(0, TOPK_PADDED)
+    position = tl.load(chosen + entry, mask=entry < TOPK, other=-1)
+    is_key = (position >= 0) & (position < seen)
+    page = tl.load(pages + position // PAGE, mask=is_key, other=0)
+    slot = tl.where(is_key, page * PAGE + position % PAGE, -1)
+    tl.store(slots + entry, slot, mask=entry < TOPK)
+    tl.debug_barrier()
+    return tl.max(tl.where(is_key, entry + 1, 0))
+
+
+@jit(do_not_specialize=["num_sequences", "num_splits"])
+def attend_kernel(
+    queries, pool, selected, slots, query_start, kv_lens, page_table, out, log_sums, scale,
+    page_stride, num_sequences, num_splits,
+    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TOPK: tl.constexpr,
+    ONE_EACH: tl.constexpr, IS_SPLIT: tl.constexpr, C_PADDED: tl.constexpr,
+    R_PADDED: tl.constexpr, TOPK_PADDED: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend with BH heads of one row to one part of its keys; TOPK 0: to all it sees.
+
+    out: [T, H, C], or fp32 parts [T, num_splits, H, C] beside log_sums fp32 [T, num_splits, H]: of
+    a part without keys only the latter, -inf, is written. slots: scratch like `selected`.
+    ONE_EACH: row s belongs to sequence s.
+    """
+    HEAD_TILES: tl.constexpr = (H + BH - 1) // BH
+    head = tl.program_id(0) % HEAD_TILES * BH + tl.arange(0, BH)
+    part = tl.program_id(0) // HEAD_TILES
+    row = part // num_splits
+    split = part % num_splits
+    sequence = row if ONE_EACH else _sequence_of(row, query_start, num_sequences)
+    is_owned = sequence < num_sequences
+    kv_len = tl.load(kv_lens + sequence, mask=is_owned, other=0)
+    end = tl.load(query_start + sequence + 1, mask=is_owned, other=0)
+    seen = tl.where(kv_len > 0, kv_len - end + row + 1, 0)
+    pages = page_table + sequence.to(tl.int64) * page_stride
+    row_slots = slots + row.to(tl.int64) * TOPK
+    num_keys = seen
+    if TOPK > 0:
+        chosen = selected + row.to(tl.int64) * TOPK
+        num_keys = _resolve(chosen, row_slots, pages, seen, TOPK, TOPK_PADDED)
+    num_tiles = tl.cdiv(num_keys, BT)
+    tiles_each = tl.cdiv(num_tiles, num_splits)
+    first_tile = split * tiles_each
+    last_tile = tl.minimum(first_tile + tiles_each, num_tiles)
+
+    latent_column = tl.arange(0, C_PADDED)
+    rotary_column = tl.arange(0, R_PADDED)
+    query = queries + (row.to(tl.int64) * H + head)[:, None] * (C + R)
+    latent_mask = (head < H)[:, None] & (latent_column < C)[None, :]
+    q_latent = tl.load(query + latent_column[None, :], mask=latent_mask, other=0.0)
+    rotary_mask = (head < H)[:, None] & (rotary_column < R)[None, :]
+    q_rotary = tl.load(query + C + rotary_column[None, :], mask=rotary_mask, other=0.0)
+
+    largest = tl.full((BH,), NO_SCORE, tl.float32)
+    total = tl.zeros((BH,), tl.float32)
+    acc = tl.zeros((BH, C_PADDED), tl.float32)
+    for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
+        entry = tile * BT + tl.arange(0, BT)
+        if TOPK > 0:
+            slot = tl.load(row_slots + entry, mask=entry < TOPK, other=-1)
+            is_key = slot >= 0
+        else:
+            page = tl.load(pages + tile * BT // PAGE)
+            slot = page * PAGE + entry % PAGE
+            is_key = entry < seen
+        key = pool + slot.to(tl.int64)[:, None] * (C + R)
+        # What no row names is not read: it may be anything.
+        mask = is_key[:, None]
+        in_latent = mask if C == C_PADDED else mask & (latent_column < C)[None, :]
+        in_rotary = mask if R == R_PADDED else mask & (rotary_column < R)[None, :]
+        latent = tl.load(key + latent_column[None, :], mask=in_latent, other=0.0)
+        rotary = tl.load(key + C + rotary_column[None, :], mask=in_rotary, other=0.0)
+        scores = tl.dot(q_latent, latent.T)
+        scores = tl.dot(q_rotary, rotary.T, scores)
+        scores = tl.where(is_key[None, :], scores * (scale * LOG2_E), -float("inf"))
+        raised = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - raised[:, None])
+        shrink = tl.exp2(largest - raised)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(latent.dtype), latent, acc * shrink[:, None])
+        largest = raised
+
+    # A row that reads nothing gives zeros.
+    is_empty = total == 0.0
+    total = tl.where(is_empty, 1.0, total)
+    result = acc * (1.0 / total)[:, None]
+    if IS_SPLIT:
+        at = part.to(tl.int64) * H + head
+        log_sum = tl.where(is_empty, -float("inf"), largest + tl.log2(total))
+        tl.store(log_sums + at, log_sum, mask=head < H)
+        if first_tile < last_tile:
+            tl.store(out + at[:, None] * C + latent_column[None, :], result, mask=latent_mask)
+    else:
+        at = out + (row.to(tl.int64) * H + head)[:, None] * C + latent_column[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=latent_mask)
+
+
+@jit(do_not_specialize=["num_splits"])
+def combine_kernel(
+    parts, log_sums, out, num_splits,
+    H: tl.constexpr, C: tl.constexpr, SPLITS_PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: the parts, weighted by their share of the sum, in a fixed order."""
+    row = (tl.program_id(0) // H).to(tl.int64)
+    head = tl.program_id(0) % H
+    split = tl.arange(0, SPLITS_PADDED)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = (row * num_splits + split) * H + head
+    log_sum = tl.load(log_sums + at, mask=split < num_splits, other=-float("inf"))
+    is_written = log_sum != -float("inf")
+    largest = tl.maximum(tl.max(log_sum, 0), NO_SCORE)
+    weight = tl.exp2(log_sum - largest)
+    total = tl.sum(weight, 0)
+    mask = is_written[:, None] & (column < C)[None, :]
+    part = tl.load(parts + at[:, None] * C + column[None, :], mask=mask, other=0.0)
+    result = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    at = out + tl.program_id(0).to(tl.int64) * C + column
+    tl.store(at, result.to(out.dtype.element_ty), mask=column < C)
+
+
+def attend(
+    queries: Tensor,
+    pool: Tensor,
+    ragged: Ragged,
+    selected: Tensor | None,
+    scale: float,
+    latent_rank: int,
+    tile: MlaTile,
+    num_splits: int,
+) -> Tensor:
+    """Launch `attend_kernel`, and where there are parts `combine_kernel`; `tile` fits the device."""
+    num_rows, num_heads, width = queries.shape
+    num_sequences = len(ragged.page_table)
+    topk = 0 if selected is None else selected.shape[1]
+    chosen = ragged.kv_lens if selected is None else selected.contiguous()
+    out = queries.new_empty(num_rows, num_heads, latent_rank)
+    is_split = num_splits > 1
+    parts, log_sums = out, out
+    if is_split:
+        shape = (num_rows, num_splits, num_heads)
+        parts = queries.new_empty(*shape, latent_rank, dtype=torch.float32)
+        log_sums = queries.new_empty(*shape, dtype=torch.float32)
+    assert pool.is_contiguous()
+    assert ragged.page_table.stride(1) == 1
+    attend_kernel[(num_rows * num_splits * cdiv(num_heads, tile.heads),)](
+        queries.contiguous(),
+        pool,
+        chosen,
+        torch.empty_like(chosen),
+        ragged.query_start,
+        ragged.kv_lens,
+        ragged.page_table,
+        parts,
+        log_sums,
+        scale,
+        ragged.page_table.stride(0),
+        num_sequences,
+        num_splits,
+        H=num_heads,
+        C=latent_rank,
+        R=width - latent_rank,
+        TOPK=topk,
+        ONE_EACH=num_sequences == num_rows,
+        IS_SPLIT=is_split,
+        C_PADDED=padded(latent_rank),
+        R_PADDED=padded(width - latent_rank),
+        TOPK_PADDED=next_power_of_2(topk),
+        BH=tile.heads,
+        BT=tile.keys,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    if is_split:
+        combine_kernel[(num_rows * num_heads, cdiv(latent_rank, COMBINED_COLUMNS))](
+            parts,
+            log_sums,
+            out,
+            num_splits,
+            H=num_heads,
+            C=latent_rank,
+            SPLITS_PADDED=next_power_of_2(num_splits),
+            COLUMNS=COMBINED_COLUMNS,
+            num_warps=4,
+        )
+    return out
+
+
+def padded(width: int) -> int:
+    """Columns of a tile that holds `width`."""
+    return max(MIN_DOT, next_power_of_2(width))
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    _log.warning("Attention runs on plain torch, many times slower: %s.", reason)
+
+
+def run(
+    queries: Tensor,
+    pool: Tensor,
+    ragged: Ragged,
+    selected: Tensor | None,
+    scale: float,
+    latent_rank: int,
+) -> Tensor:
+    """One launch or two, for which the host never waits. Of `ragged` only tensors are read."""
+    if queries.dtype != torch.bfloat16:
+        _tell_once(f"activations are {str(queries.dtype).removeprefix('torch.')} and not bfloat16")
+        return reference.run(queries, pool, ragged, selected, scale, latent_rank)
+    num_rows, num_heads, width = queries.shape
+    capability = torch.cuda.get_device_capability(queries.device)
+    wide = padded(latent_rank) + padded(width - latent_rank)
+    tile = fitted(tile_for(num_heads, capability), wide, capability)
+    most_keys = ragged.page_table.shape[1] * PAGE_TOKENS
+    if selected is not None:
+        most_keys = min(most_keys, selected.shape[1])
+    splits = splits_for(tile, num_rows, num_heads, most_keys, cores_of(queries.device))
+    return attend(queries, pool, ragged, selected, scale, latent_rank, tile, splits)
+
+
+BACKEND = Backend("triton", run, why_not)
