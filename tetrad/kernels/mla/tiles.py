@@ -8,10 +8,10 @@ from tetrad.core.errors import UnsupportedError
 from tetrad.kernels.experts.tiles import HOPPER, Capability, shared_bytes_of
 from tetrad.kernels.triton_support import cdiv, next_power_of_2
 
-SCRATCH_BYTES = 2 << 10
+SCRATCH_BYTES = 4 << 10
 """For what warps tell each other, and for indices under way."""
-FEWEST_KEYS = 16
-"""The smallest edge of a product."""
+SMALLEST_EDGE = 16
+"""Of a product, so of heads and of keys."""
 MOST_SPLITS = 32
 START_TILES = 1.5
 """What a program does before and after its loop, in tiles of keys."""
@@ -45,7 +45,7 @@ class MlaTile:
 WGMMA_HEADS = 64
 WIDE = MlaTile(heads=64, keys=64, stages=2)
 """Hopper's: queries and two tiles of keys, 576 wide, fill its shared memory."""
-MIDDLE = MlaTile(heads=32, keys=32, stages=3)
+MIDDLE = MlaTile(heads=32, keys=32, stages=2)
 NARROW = MlaTile(heads=16, keys=32, stages=3)
 
 
@@ -59,13 +59,15 @@ def tile_for(num_heads: int, capability: Capability) -> MlaTile:
 
 
 def fitted(tile: MlaTile, width: int, capability: Capability) -> MlaTile:
-    """`tile` with as many keys as there is room for; `width` is that of a key, padded.
+    """`tile` with as many keys, then heads, as there is room for; `width`: of a key, padded.
 
-    Raises UnsupportedError when even FEWEST_KEYS do not fit.
+    Raises UnsupportedError when even SMALLEST_EDGE of both do not fit.
     """
     limit = shared_bytes_of(capability)
-    while tile.shared_bytes(width) > limit and tile.keys > FEWEST_KEYS:
+    while tile.shared_bytes(width) > limit and tile.keys > SMALLEST_EDGE:
         tile = replace(tile, keys=tile.keys // 2)
+    while tile.shared_bytes(width) > limit and tile.heads > SMALLEST_EDGE:
+        tile = replace(tile, heads=tile.heads // 2)
     if (needed := tile.shared_bytes(width)) <= limit:
         return tile
     raise UnsupportedError(

@@ -1,7 +1,7 @@
 """Latent attention over the paged cache: one kernel for decodes and prompts, dense and selected.
 
-A program attends with one row's heads, a tile of them, to a part of the keys the row reads. A key is
-read once and used twice: all of it for the scores, its first C numbers as the value. Scores go
+A program attends with one row's heads, a tile of them, to a part of the keys the row reads. A key
+is read once and used twice: all of it for the scores, its first C numbers as the value. Scores go
 through an online softmax (Milakov and Gimelshein, 2018; FlashAttention-2 for the order of work).
 
 A step of few rows has fewer programs than the GPU has multiprocessors, so the keys of a row are
@@ -52,6 +52,37 @@ def _sequence_of(row, query_start, num_sequences):
 
 
 @jit()
+def _place(num_splits, H: tl.constexpr, BH: tl.constexpr):
+    """Heads, row, and part of all rows' parts, of a program; heads of a part stand side by side,
+    to meet in the L2 cache."""
+    HEAD_TILES: tl.constexpr = (H + BH - 1) // BH
+    head = tl.program_id(0) % HEAD_TILES * BH + tl.arange(0, BH)
+    part = tl.program_id(0) // HEAD_TILES
+    return head, part // num_splits, part
+
+
+@jit()
+def _part_of(num_keys, split, num_splits, BT: tl.constexpr):
+    """First tile of keys of a part, and the one behind its last."""
+    num_tiles = tl.cdiv(num_keys, BT)
+    each = tl.cdiv(num_tiles, num_splits)
+    return split * each, tl.minimum(split * each + each, num_tiles)
+
+
+@jit()
+def _seen_by(
+    row, query_start, kv_lens, page_table, page_stride, num_sequences, ONE_EACH: tl.constexpr
+):
+    """How many keys a row sees, and where its pages stand."""
+    sequence = row if ONE_EACH else _sequence_of(row, query_start, num_sequences)
+    is_owned = sequence < num_sequences
+    kv_len = tl.load(kv_lens + sequence, mask=is_owned, other=0)
+    end = tl.load(query_start + sequence + 1, mask=is_owned, other=0)
+    seen = tl.where(kv_len > 0, kv_len - end + row + 1, 0)
+    return seen, page_table + sequence.to(tl.int64) * page_stride
+
+
+@jit()
 def _resolve(chosen, slots, pages, seen, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr):
     """Write where a row's selected keys lie, -1 for none, so that the loop looks up one thing and
     not two in a row. Returns the number of entries up to the last key.
@@ -68,7 +99,31 @@ def _resolve(chosen, slots, pages, seen, TOPK: tl.constexpr, TOPK_PADDED: tl.con
     return tl.max(tl.where(is_key, entry + 1, 0))
 
 
-@jit(do_not_specialize=["num_sequences", "num_splits"])
+@jit()
+def _columns(base, is_row, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """[row, column]: WIDTH numbers from each address on, zeros where there is no row."""
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None]
+    if WIDTH < PADDED:
+        mask = mask & (column < WIDTH)[None, :]
+    return tl.load(base[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@jit()
+def _fold(scores, value, largest, total, acc):
+    """One step of the online softmax: scores, in powers of two, and values of further keys."""
+    raised = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - raised[:, None])
+    shrink = tl.exp2(largest - raised)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None])
+    return raised, total, acc
+
+
+@jit(
+    do_not_specialize=["page_stride", "num_sequences", "num_splits"],
+    do_not_specialize_on_alignment=["query_start", "kv_lens", "page_table"],
+)
 def attend_kernel(
     queries, pool, selected, slots, query_start, kv_lens, page_table, out, log_sums, scale,
     page_stride, num_sequences, num_splits,
@@ -83,77 +138,52 @@ def attend_kernel(
     a part without keys only the latter, -inf, is written. slots: scratch like `selected`.
     ONE_EACH: row s belongs to sequence s.
     """
-    HEAD_TILES: tl.constexpr = (H + BH - 1) // BH
-    head = tl.program_id(0) % HEAD_TILES * BH + tl.arange(0, BH)
-    part = tl.program_id(0) // HEAD_TILES
-    row = part // num_splits
-    split = part % num_splits
-    sequence = row if ONE_EACH else _sequence_of(row, query_start, num_sequences)
-    is_owned = sequence < num_sequences
-    kv_len = tl.load(kv_lens + sequence, mask=is_owned, other=0)
-    end = tl.load(query_start + sequence + 1, mask=is_owned, other=0)
-    seen = tl.where(kv_len > 0, kv_len - end + row + 1, 0)
-    pages = page_table + sequence.to(tl.int64) * page_stride
-    row_slots = slots + row.to(tl.int64) * TOPK
+    head, row, part = _place(num_splits, H, BH)
+    seen, pages = _seen_by(
+        row, query_start, kv_lens, page_table, page_stride, num_sequences, ONE_EACH
+    )
     num_keys = seen
+    slots += row.to(tl.int64) * TOPK
     if TOPK > 0:
         chosen = selected + row.to(tl.int64) * TOPK
-        num_keys = _resolve(chosen, row_slots, pages, seen, TOPK, TOPK_PADDED)
-    num_tiles = tl.cdiv(num_keys, BT)
-    tiles_each = tl.cdiv(num_tiles, num_splits)
-    first_tile = split * tiles_each
-    last_tile = tl.minimum(first_tile + tiles_each, num_tiles)
+        num_keys = _resolve(chosen, slots, pages, seen, TOPK, TOPK_PADDED)
+    first_tile, last_tile = _part_of(num_keys, part % num_splits, num_splits, BT)
 
-    latent_column = tl.arange(0, C_PADDED)
-    rotary_column = tl.arange(0, R_PADDED)
-    query = queries + (row.to(tl.int64) * H + head)[:, None] * (C + R)
-    latent_mask = (head < H)[:, None] & (latent_column < C)[None, :]
-    q_latent = tl.load(query + latent_column[None, :], mask=latent_mask, other=0.0)
-    rotary_mask = (head < H)[:, None] & (rotary_column < R)[None, :]
-    q_rotary = tl.load(query + C + rotary_column[None, :], mask=rotary_mask, other=0.0)
-
+    query = queries + (row.to(tl.int64) * H + head) * (C + R)
+    q_latent = _columns(query, head < H, C, C_PADDED)
+    q_rotary = _columns(query + C, head < H, R, R_PADDED)
     largest = tl.full((BH,), NO_SCORE, tl.float32)
     total = tl.zeros((BH,), tl.float32)
     acc = tl.zeros((BH, C_PADDED), tl.float32)
     for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
         entry = tile * BT + tl.arange(0, BT)
         if TOPK > 0:
-            slot = tl.load(row_slots + entry, mask=entry < TOPK, other=-1)
+            slot = tl.load(slots + entry, mask=entry < TOPK, other=-1)
             is_key = slot >= 0
         else:
-            page = tl.load(pages + tile * BT // PAGE)
-            slot = page * PAGE + entry % PAGE
+            slot = tl.load(pages + tile * BT // PAGE) * PAGE + entry % PAGE
             is_key = entry < seen
-        key = pool + slot.to(tl.int64)[:, None] * (C + R)
         # What no row names is not read: it may be anything.
-        mask = is_key[:, None]
-        in_latent = mask if C == C_PADDED else mask & (latent_column < C)[None, :]
-        in_rotary = mask if R == R_PADDED else mask & (rotary_column < R)[None, :]
-        latent = tl.load(key + latent_column[None, :], mask=in_latent, other=0.0)
-        rotary = tl.load(key + C + rotary_column[None, :], mask=in_rotary, other=0.0)
-        scores = tl.dot(q_latent, latent.T)
-        scores = tl.dot(q_rotary, rotary.T, scores)
+        key = pool + slot.to(tl.int64) * (C + R)
+        latent = _columns(key, is_key, C, C_PADDED)
+        rotary = _columns(key + C, is_key, R, R_PADDED)
+        scores = tl.dot(q_rotary, rotary.T, tl.dot(q_latent, latent.T))
         scores = tl.where(is_key[None, :], scores * (scale * LOG2_E), -float("inf"))
-        raised = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - raised[:, None])
-        shrink = tl.exp2(largest - raised)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(latent.dtype), latent, acc * shrink[:, None])
-        largest = raised
+        largest, total, acc = _fold(scores, latent, largest, total, acc)
 
     # A row that reads nothing gives zeros.
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
-    result = acc * (1.0 / total)[:, None]
+    at = row.to(tl.int64) * H + head
     if IS_SPLIT:
         at = part.to(tl.int64) * H + head
         log_sum = tl.where(is_empty, -float("inf"), largest + tl.log2(total))
         tl.store(log_sums + at, log_sum, mask=head < H)
-        if first_tile < last_tile:
-            tl.store(out + at[:, None] * C + latent_column[None, :], result, mask=latent_mask)
-    else:
-        at = out + (row.to(tl.int64) * H + head)[:, None] * C + latent_column[None, :]
-        tl.store(at, result.to(out.dtype.element_ty), mask=latent_mask)
+    if not IS_SPLIT or first_tile < last_tile:
+        column = tl.arange(0, C_PADDED)
+        result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
+        mask = (head < H)[:, None] & (column < C)[None, :]
+        tl.store(out + at[:, None] * C + column[None, :], result, mask=mask)
 
 
 @jit(do_not_specialize=["num_splits"])
@@ -189,7 +219,7 @@ def attend(
     tile: MlaTile,
     num_splits: int,
 ) -> Tensor:
-    """Launch `attend_kernel`, and where there are parts `combine_kernel`; `tile` fits the device."""
+    """Launch `attend_kernel`, and for parts `combine_kernel` too; `tile` fits the device."""
     num_rows, num_heads, width = queries.shape
     num_sequences = len(ragged.page_table)
     topk = 0 if selected is None else selected.shape[1]
