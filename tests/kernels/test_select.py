@@ -35,7 +35,8 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     assert {row["backend"] for row in rows.values()} == {"torch"}
     assert rows["experts"]["reason"] == "asked for"
     assert rows["mla"] == {
-        "op": "mla", "backend": "torch", "reason": "the only one", "refusals": {},
+        "op": "mla", "backend": "torch", "reason": "the first that can run here",
+        "refusals": {"triton": "needs an NVIDIA GPU; on a CPU use 'torch'"},
         "times_us": {}, "regimes": (), "remarks": {},
     }  # fmt: skip
     assert "not run on hardware" in rows["experts"]["remarks"]["flashinfer_trtllm"]

@@ -262,18 +262,24 @@ def attend(
         num_warps=tile.warps,
     )
     if is_split:
-        combine_kernel[(num_rows * num_heads, cdiv(latent_rank, COMBINED_COLUMNS))](
-            parts,
-            log_sums,
-            out,
-            num_splits,
-            H=num_heads,
-            C=latent_rank,
-            SPLITS_PADDED=next_power_of_2(num_splits),
-            COLUMNS=COMBINED_COLUMNS,
-            num_warps=4,
-        )
+        combine(parts, log_sums, out)
     return out
+
+
+def combine(parts: Tensor, log_sums: Tensor, out: Tensor) -> None:
+    """Add up parts [T, splits, H, C]."""
+    num_rows, num_splits, num_heads, rank = parts.shape
+    combine_kernel[(num_rows * num_heads, cdiv(rank, COMBINED_COLUMNS))](
+        parts,
+        log_sums,
+        out,
+        num_splits,
+        H=num_heads,
+        C=rank,
+        SPLITS_PADDED=next_power_of_2(num_splits),
+        COLUMNS=COMBINED_COLUMNS,
+        num_warps=4,
+    )
 
 
 def padded(width: int) -> int:
