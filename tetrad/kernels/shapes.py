@@ -20,7 +20,7 @@ from tetrad.kernels.contract import Case, case
 Routing = Literal["uniform", "random", "skewed"]
 
 KEY_NORM_EPS = 1e-6
-MOST_SEQUENCES = 64
+MOST_SEQUENCES = 256
 """More rows than this are taken for one prompt's, fewer for as many decodes."""
 MOST_SAMPLED = 256
 """Sequences that get a token in one step; the other rows of a large step belong to prompts."""
