@@ -182,6 +182,7 @@ def test_what_was_resolved_is_shown(folder: Path):
     assert info["context_length"] == 300
     assert info["cache_limited_by"] == "max_running_requests"
     assert info["memory"]["weight_bytes"] > 0
+    assert "KV cache (960 tokens)" in info["memory_statement"][0]
     assert info["dtype"] == "float32"
     assert {row["op"] for row in info["backends"]} >= {"mla", "experts", "sample"}
     assert progress[0].phase == "kernels"

@@ -91,6 +91,7 @@ def test_it_says_what_it_serves_and_ends_when_told():
         server.wait_for(r"device   abacus \(cpu, 8 GB\), float32")
         server.wait_for(r"weights  2\.5 MB: 1\.5 kB nvfp4 \(stored in 0\.4 kB\), 2\.5 MB bf16\n")
         server.wait_for(r"cache    4096 tokens")
+        server.wait_for(r"memory   4 requests at once, as asked")
         server.wait_for(r"limits   256 tokens a request, 4 requests at once")
         server.wait_for(r"kernels  torch: rope, mla\n +not beads for mla: no wire\.")
         assert "Traceback" not in server.said

@@ -19,6 +19,7 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
 from tetrad.engine.device import device_memory, resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine
+from tetrad.engine.memory_statement import memory_statement
 from tetrad.engine.philox import derived_seed
 from tetrad.engine.prepare import Prepared, prepare, without_effect
 from tetrad.engine.runner import Runner
@@ -66,6 +67,14 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     say(EngineProgress("cache", layout.sentence))
     runner = Runner(model, _make_cache(arch, layout, device, dtype), ops.sample, device)
     prepared = _prepare(config, layout, runner, arch, device, say)
+    statement = memory_statement(
+        config,
+        layout,
+        use,
+        weight_bytes=model.weight_bytes,
+        activation_bytes=prepared.activation_bytes,
+        graph_bytes=prepared.graph_bytes,
+    )
     scheduler = Scheduler(
         layout.limits,
         use_prefix_cache=not config.disable_radix_cache,
@@ -79,6 +88,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "random_seed": config.random_seed,
         "disable_radix_cache": config.disable_radix_cache,
         **asdict(prepared),
+        "memory_statement": statement,
         **{flag: getattr(ops, op).name for flag, op in FLAG_OPS.items()},
     }
     return Engine(

@@ -68,6 +68,7 @@ def _facts(info: dict[str, Any]) -> list[str]:
         f"{info['dtype']}",
         f"  weights  {_size(memory['weight_bytes'])}: {stored}",
         f"  cache    {info['cache_sentence']}",
+        *(f"  memory   {sentence}" for sentence in info["memory_statement"]),
         f"  limits   {info['context_length']} tokens a request, "
         f"{info['max_running_requests']} requests at once",
     ]

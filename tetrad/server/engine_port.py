@@ -28,6 +28,7 @@ class EnginePort(Protocol):
         weights               stored format → memory_bytes
         device, dtype         what it runs on
         cache_sentence        the cache's size and what limits it
+        memory_statement      sentences: who has the memory, what binds, what more would buy
         backends              op, backend, reason, refusals of each op
         """
 
