@@ -18,7 +18,6 @@ from torch import Tensor
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.grouping import cores_of
-from tetrad.kernels.experts.tiles import HOPPER, Capability
 from tetrad.kernels.ragged import Ragged
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
 
@@ -97,11 +96,16 @@ def score_kernel(
         most = tl.max(tl.where(is_mine, limit, 0))
         stop = tl.minimum(end, most)
         pages = page_table + tl.cast(sequence, tl.int64) * page_stride
+        page = tl.load(pages + start // PAGE, mask=start < stop, other=0)
         for at in tl.range(start, stop, PAGE, num_stages=STAGES):
             key = at + slot
-            page = pool + tl.load(pages + at // PAGE).to(tl.int64) * (PAGE * WIDTH)
             mask = (key < most)[:, None] & is_deep[None, :]
-            k = tl.load(page + slot[:, None] * WIDTH + depth[None, :], mask=mask, other=0.0)
+            k = tl.load(
+                pool + page.to(tl.int64) * (PAGE * WIDTH) + slot[:, None] * WIDTH + depth[None, :],
+                mask=mask, other=0.0,
+            )  # fmt: skip
+            # by hand, a step ahead: the compiler would wait for keys whenever it waits for a page
+            page = tl.load(pages + at // PAGE + 1, mask=at + PAGE < stop, other=0)
             # a NaN has to show in the score
             product = tl.dot(k, q, input_precision=PRECISION)
             product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -113,17 +117,14 @@ def score_kernel(
         _fill_hidden(scores_at, is_mine, written, end, FILL)
 
 
-def tile_for(
-    num_heads: int, dtype: torch.dtype, is_decode: bool, capability: Capability
-) -> ScoreTile:
-    """256 columns where registers hold the product, else 128; a row each in a decode.
+def tile_for(num_heads: int, dtype: torch.dtype, is_decode: bool) -> ScoreTile:
+    """128 columns, so that two programs fit on a multiprocessor; a row each in a decode.
 
     A row each in fp32 too, which tensor cores do not multiply exactly.
     """
     if is_decode or dtype == torch.float32:
         return ScoreTile(queries=1, stages=4)
-    columns = 256 if capability[0] == HOPPER else 128
-    return ScoreTile(max(1, columns // head_columns(num_heads)), stages=3)
+    return ScoreTile(max(1, 128 // head_columns(num_heads)), stages=3)
 
 
 def head_columns(num_heads: int) -> int:
@@ -179,8 +180,7 @@ def run(queries: Tensor, weights: Tensor, pool: Tensor, ragged: Ragged) -> Tenso
     assert pool.is_contiguous()
     device = queries.device
     num_rows, num_heads, _ = queries.shape
-    capability = torch.cuda.get_device_capability(device)
-    tile = tile_for(num_heads, queries.dtype, ragged.is_decode, capability)
+    tile = tile_for(num_heads, queries.dtype, ragged.is_decode)
     each = keys_each(num_rows, ragged.max_kv_len, cores_of(device), tile)
     return scores(queries.contiguous(), weights.contiguous(), pool, ragged, tile, each)
 
