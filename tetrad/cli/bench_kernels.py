@@ -146,25 +146,13 @@ def _known(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
 def model_shapes(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
     """What to call the model, and its shapes."""
     from tetrad.core.arch import ModelArch
-    from tetrad.core.jsonfile import read_json_object
-    from tetrad.core.presets import PRESETS, preset
+    from tetrad.core.presets import PRESETS, shapes_of
     from tetrad.data import embedded_model
 
-    if name is None:
-        if device_kind == "cpu":
-            return "abacus", ModelArch.from_folder(embedded_model())
-        name = PRESETS[0]
-    if name in PRESETS:
-        return name, preset(name)
-    path = Path(name)
-    if path.is_file():
-        return str(path), ModelArch.from_config(read_json_object(path))
-    if path.is_dir():
-        return str(path), ModelArch.from_folder(path)
-    raise ConfigError(
-        f"--model {name}: there is no such file or folder, and no preset of that name; presets are "
-        f"{', '.join(PRESETS)}.{nearest(name, PRESETS)}"
-    )
+    if name is None and device_kind == "cpu":
+        return "abacus", ModelArch.from_folder(embedded_model())
+    name = name or PRESETS[0]
+    return name, shapes_of(name)
 
 
 def append(row: Record, path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 REASONS = {
     "--trust-remote-code": "no code in a model folder is run; leave it out",
     "--tokenizer-": "the tokenizer is the model folder's; leave it out",
-    "--load-format": "weights are read from safetensors only; leave it out",
     "--quantization": "the format of each tensor is read from the checkpoint; leave it out",
     "--kv-cache-dtype": "the cache has the type of --dtype; leave it out",
     "--page-size": "a page always has 64 tokens; leave it out",

@@ -10,10 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.config import JsonDict
 
 from tetrad.core.errors import ConfigError, nearest
+from tetrad.core.ranks import Ranks
 
 
 class Config(BaseModel):
@@ -76,6 +77,20 @@ class ServeConfig(Config):
         aliases=("--model-path",),
         group="Model",
     )
+    load_format: Literal["auto", "dummy"] = option(
+        "auto",
+        "Where weights come from: auto reads the folder's safetensors; dummy draws them, NVFP4 "
+        "experts and all else not quantised, so that MODEL may also be a preset such as glm-5 or a "
+        "config.json, and the embedded model's tokenizer stands in where there is none.",
+        group="Model",
+    )
+    num_layers: int | None = option(
+        None,
+        "Serve the first so many layers only; the text means nothing then. Default: all.",
+        group="Model",
+        ge=1,
+        le=10_000,
+    )
     served_model_name: str | None = option(
         None, "Name clients use for the model. Default: the folder's name.", group="Model"
     )
@@ -100,6 +115,18 @@ class ServeConfig(Config):
         aliases=("--tp-size", "--tensor-parallel-size"),
         group="Model",
         ge=1,
+    )
+    rehearse: str | None = option(
+        None,
+        "Run one rank of a layout alone, such as tp=8,ep=8,attn_dp=8,rank=0: its share of the "
+        "model, the other ranks stood in for; the text means nothing then.",
+        group="Model",
+    )
+    rehearse_routing: Literal["random", "skewed"] = option(
+        "random",
+        "How the other ranks' tokens choose experts in a rehearsal: all alike, or with a bias of "
+        "each expert.",
+        group="Model",
     )
     chat_template: Path | None = option(
         None, "Jinja file that replaces the model's chat template.", group="Model"
@@ -224,3 +251,13 @@ class ServeConfig(Config):
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe log line to print."
     )
+
+    @field_validator("rehearse")
+    @classmethod
+    def _layout(cls, text: str | None) -> str | None:
+        return None if text is None else str(Ranks.parse(text))
+
+    @property
+    def rehearsed(self) -> Ranks | None:
+        """The layout of a rehearsal, and which of its ranks runs."""
+        return None if self.rehearse is None else Ranks.parse(self.rehearse)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.errors import ConfigError, nearest
+from tetrad.core.jsonfile import read_json_object
 
 _GLM_5: Mapping[str, Any] = {
     "model_type": "glm_moe_dsa",
@@ -48,3 +51,24 @@ PRESETS: tuple[str, ...] = tuple(_CONFIGS)
 def preset(name: str) -> ModelArch:
     """The shapes of one of `PRESETS`."""
     return ModelArch.from_config(dict(_CONFIGS[name]))
+
+
+def shapes_of(model: str) -> ModelArch:
+    """The shapes of a preset, a model folder or a config.json. Raises ConfigError where there is no
+    such thing."""
+    if model in PRESETS:
+        return preset(model)
+    path = Path(model)
+    if path.is_file():
+        return ModelArch.from_config(read_json_object(path))
+    if path.is_dir():
+        return ModelArch.from_folder(path)
+    raise ConfigError(
+        f"--model {model}: there is no such file or folder, and no preset of that name; there is "
+        f"{', '.join(PRESETS)}.{nearest(model, PRESETS)}"
+    )
+
+
+def served_shapes(model: Path, load_format: str) -> ModelArch:
+    """The shapes of what is served: only drawn weights do without a folder of stored ones."""
+    return shapes_of(str(model)) if load_format == "dummy" else ModelArch.from_folder(model)

@@ -92,9 +92,9 @@ class Rehearsal:
         ranks = self.ranks
         if ranks.tp == 1:
             return logits
-        num_rows = len(logits) // ranks.attn_dp
-        parts = logits.view(ranks.attn_dp, num_rows, -1).flip(0)
-        joined = parts.transpose(0, 1).reshape(num_rows, -1).repeat(1, ranks.attn_tp)
+        num_rows, width = len(logits) // ranks.attn_dp, logits.shape[1]
+        parts = logits.view(ranks.attn_dp, num_rows, width).flip(0).transpose(0, 1)
+        joined = parts.reshape(num_rows, ranks.attn_dp * width).repeat(1, ranks.attn_tp)
         self.traffic.add("join_vocab", joined.nbytes * (ranks.tp - 1) / ranks.tp)
         return joined
 

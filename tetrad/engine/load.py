@@ -15,7 +15,10 @@ from tetrad.core.arch import ModelArch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, UnsupportedError
 from tetrad.core.messages import EngineProgress
+from tetrad.core.presets import served_shapes
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.distributed.collectives import Collectives, Solo
+from tetrad.distributed.rehearsal import Rehearsal
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
 from tetrad.engine.device import device_memory, resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine
@@ -28,6 +31,7 @@ from tetrad.kernels.device import snapshot
 from tetrad.kernels.select import FLAG_OPS, OpSet, resolve_ops
 from tetrad.layers.cache import KvCache
 from tetrad.models.base import Model
+from tetrad.models.dummy import dummy_model
 from tetrad.models.loader import load_model
 
 PROGRESS_INTERVAL_S = 0.25
@@ -43,7 +47,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     """
     say = on_progress or (lambda _progress: None)
     folder = _model_folder(config)
-    arch = ModelArch.from_folder(folder)
+    arch = served_shapes(folder, config.load_format).first_layers(config.num_layers)
     resolve_context(config, arch)
     device = resolve_device(config.device)
     dtype = _dtype(config, device)
@@ -59,10 +63,13 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     )
     started = time.monotonic()
     say(EngineProgress("weights", str(folder)))
-    model = _load_weights(folder, device, dtype, ops, say)
+    others = _others(config, arch, device, dtype)
+    model = _load_weights(config, folder, arch, device, dtype, ops, others, say)
     load_s = time.monotonic() - started
     if model.checkpoint_notes:
         say(EngineProgress("note", " ".join(model.checkpoint_notes)))
+    if config.rehearsed is not None:
+        say(EngineProgress("note", f"rehearsing {config.rehearsed}: the text means nothing"))
     layout, use = _lay_out_cache(config, model, device, dtype)
     say(EngineProgress("cache", layout.sentence))
     runner = Runner(model, _make_cache(arch, layout, device, dtype), ops.sample, device)
@@ -87,6 +94,9 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "num_threads": torch.get_num_threads(),
         "random_seed": config.random_seed,
         "disable_radix_cache": config.disable_radix_cache,
+        "load_format": config.load_format,
+        "num_layers": arch.num_layers,
+        "rehearse": config.rehearse,
         **asdict(prepared),
         "memory_statement": statement,
         **{flag: getattr(ops, op).name for flag, op in FLAG_OPS.items()},
@@ -124,13 +134,54 @@ def _forced_backends(config: ServeConfig) -> dict[str, str]:
     return {FLAG_OPS[flag]: backend for flag, backend in wanted.items()}
 
 
+def _others(
+    config: ServeConfig, arch: ModelArch, device: torch.device, dtype: torch.dtype
+) -> Collectives:
+    """The ranks that hold the rest of the model, stood in for; or nobody."""
+    ranks = config.rehearsed
+    if ranks is None:
+        return Solo()
+    ranks.check_program(arch, "--rehearse")
+    return Rehearsal(
+        ranks,
+        arch,
+        most_rows=config.chunked_prefill_size,
+        routing=config.rehearse_routing,
+        seed=config.random_seed,
+        device=device,
+        dtype=dtype,
+    )
+
+
 def _load_weights(
-    folder: Path, device: torch.device, dtype: torch.dtype, ops: OpSet, say: Progress
+    config: ServeConfig,
+    folder: Path,
+    arch: ModelArch,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: OpSet,
+    others: Collectives,
+    say: Progress,
 ) -> Model:
-    meter = _ReadMeter(say)
     try:
+        if config.load_format == "dummy":
+            return dummy_model(
+                arch,
+                device=device,
+                dtype=dtype,
+                ops=ops,
+                others=others,
+                seed=config.random_seed,
+                is_skewed=config.rehearse_routing == "skewed",
+            )
         return load_model(
-            folder, device=str(device), dtype=dtype, ops=ops, on_progress=meter.on_bytes
+            folder,
+            device=str(device),
+            dtype=dtype,
+            ops=ops,
+            on_progress=_ReadMeter(say).on_bytes,
+            others=others,
+            num_layers=config.num_layers,
         )
     except torch.OutOfMemoryError as error:
         total = device_memory(device).total_bytes / 1e9

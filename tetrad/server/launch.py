@@ -66,7 +66,7 @@ def _resolve(config: ServeConfig) -> ServeConfig:
             f"--tp {config.tp} is not supported in this version; leave it out to use one device."
         )
     folder = config.model or embedded_model()
-    if not folder.is_dir():
+    if config.load_format == "auto" and not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder; MODEL is a folder with config.json (nothing is downloaded)."
         )

@@ -13,6 +13,7 @@ from tetrad.core.arch import ModelArch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import RequestError, nearest
 from tetrad.core.jsonfile import read_json_object
+from tetrad.core.presets import served_shapes
 from tetrad.data import embedded_model
 from tetrad.server import reasoning, tools
 from tetrad.server.chat_template import ChatTemplate
@@ -45,18 +46,19 @@ class ServedModel:
     def load(cls, config: ServeConfig) -> ServedModel:
         """Read the folder. Raises CheckpointError or ConfigError with a sentence."""
         folder = config.model or embedded_model()
-        template = ChatTemplate.from_folder(folder, config.chat_template)
+        text_folder = _text_folder(folder, config.load_format)
+        template = ChatTemplate.from_folder(text_folder, config.chat_template)
         source = template.source if template is not None else ""
         return cls(
             name=config.served_model_name or folder.resolve().name,
             folder=folder,
-            arch=ModelArch.from_folder(folder),
-            tokenizer=Tokenizer.from_folder(folder),
+            arch=served_shapes(folder, config.load_format),
+            tokenizer=Tokenizer.from_folder(text_folder),
             template=template,
-            defaults=SamplingDefaults.of(config.sampling_defaults, folder),
+            defaults=SamplingDefaults.of(config.sampling_defaults, text_folder),
             splits_reasoning=_chosen(config.reasoning_parser, reasoning.OPEN, source),
             reads_tool_calls=_chosen(config.tool_call_parser, tools.OPEN, source),
-            architectures=tuple(read_json_object(folder / "config.json").get("architectures", ())),
+            architectures=_architectures(folder),
         )
 
     @property
@@ -121,6 +123,17 @@ class ServedModel:
         markers: tuple[str, ...] = reasoning.MARKERS if self.splits_reasoning else ()
         markers += tools.MARKERS if self.reads_tool_calls else ()
         return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in markers}
+
+
+def _text_folder(folder: Path, load_format: str) -> Path:
+    """Where tokenizer and template are: a model of drawn weights may lend the embedded one's."""
+    has_none = not (folder / "tokenizer.json").is_file()
+    return embedded_model() if load_format == "dummy" and has_none else folder
+
+
+def _architectures(folder: Path) -> tuple[str, ...]:
+    path = folder / "config.json"
+    return tuple(read_json_object(path).get("architectures", ())) if path.is_file() else ()
 
 
 def _check_lengths(texts: Sequence[str], context_tokens: int) -> None:
