@@ -18,8 +18,6 @@ REASONS = {
     "--watchdog-timeout": "--step-timeout takes its place",
     "--nsa-": "--attention-backend chooses for all of attention",
     "--speculative-": "this version does not speculate; without it answers are the same, later",
-    "--disable-cuda-graph": "this version records no CUDA graphs; leave it out",
-    "--cuda-graph-": "this version records no CUDA graphs; leave it out",
     "--dp": "this version runs on one device; leave it out",
     "--data-parallel-size": "this version runs on one device; leave it out",
     "--enable-dp-": "this version runs on one device; leave it out",
