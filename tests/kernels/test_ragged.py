@@ -113,4 +113,6 @@ def test_parts_are_the_step_cut_by_rows(
         assert part.query_start.diff().tolist() == list(part.query_lens)
         assert part.seen.tolist() == [num_keys for _, _, num_keys in rows_of(part)]
     assert found == expected
+    starts = [(part.kv_lens, step.kv_lens[rows.start :]) for rows, part in step.parts]
+    assert not step.is_decode or all(a.data_ptr() == b.data_ptr() for a, b in starts)
     assert (len(step.parts) == 1) == (len(found) * step.max_kv_len <= max_pairs or len(found) == 1)

@@ -65,6 +65,7 @@ def test_large_steps_are_prompts():
     small, large = (first("mla", Ranks(), Load(n, context=100)) for n in (4, 300))
     assert small["lens"] == ((1, 100),) * 4
     assert large["lens"] == ((300, 300),)
+    assert first("index_select", Ranks(), Load(300, context=100))["M"] == 300
     assert first("sample", Ranks(), Load(300))["R"] == 256
     assert first("sample", Ranks(), Load(4))["R"] == 4
 

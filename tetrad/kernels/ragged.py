@@ -146,10 +146,14 @@ class Ragged:
         ends = list(accumulate(self.query_lens))
         first, last = bisect_right(ends, start), bisect_left(ends, end) + 1
         lens = range(first, last)
-        cut = torch.clamp(self.query_start[first + 1 : last + 1] - end, min=0)
+        kv_lens = self.kv_lens[first:last]
+        if (
+            not self.is_decode
+        ):  # else left in place, for graphs that are replayed with other lengths
+            kv_lens = kv_lens - (self.query_start[first + 1 : last + 1] - end).clamp(min=0)
         return Ragged(
             query_start=self.query_start[first : last + 1].clamp(start, end) - start,
-            kv_lens=self.kv_lens[first:last] - cut,
+            kv_lens=kv_lens,
             page_table=self.page_table[first:last],
             query_lens=tuple(
                 min(ends[s], end) - max(ends[s] - self.query_lens[s], start) for s in lens

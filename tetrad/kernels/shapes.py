@@ -229,14 +229,15 @@ def _lens(load: Load) -> tuple[tuple[int, int], ...]:
 
 def _index_score(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
     index = arch.indexer
-    name = f"{load.context} keys"
-    return [case(name, lens=_lens(load), X=index.num_heads, I=index.head_dim)]
+    lens = _lens(load)
+    name = f"{lens[0][1]} keys"
+    return [case(name, lens=lens, X=index.num_heads, I=index.head_dim)]
 
 
 def _index_select(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
-    topk = arch.indexer.topk
-    name = f"{topk} of {load.context}"
-    return [case(name, T=load.tokens, M=load.context, topk=topk, ties=False)]
+    topk, num_keys = arch.indexer.topk, _lens(load)[0][1]
+    name = f"{topk} of {num_keys}"
+    return [case(name, T=load.tokens, M=num_keys, topk=topk, ties=False)]
 
 
 def _mla(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
