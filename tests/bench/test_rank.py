@@ -10,7 +10,7 @@ import torch
 
 from tests.bench.test_kernels import FixedTimer
 from tetrad.bench import rank
-from tetrad.bench.rank import RankBench, Stage, decode_batch, op_shares, run
+from tetrad.bench.rank import RankBench, Stage, op_shares, run, step_batch
 from tetrad.bench.rank_trace import REST, Spent, Trace, spent, stretches
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import ConfigError
@@ -30,8 +30,8 @@ EIGHT = Ranks(tp=8, ep=8, attn_dp=8)
 def plan(**changes: Any) -> RankBench:
     values: dict[str, Any] = {
         "arch": ARCH, "model": "abacus", "model_layers": 6, "ranks": EIGHT, "batches": (16,),
-        "context": 100, "routing": "random", "seed": 0, "forced": {}, "tb_per_s": 0.01,
-        "tflops": 0.05, "link_gb_per_s": 10.0, "dtype": torch.float32, "device": CPU,
+        "query_len": 1, "context": 100, "routing": "random", "seed": 0, "forced": {},
+        "tb_per_s": 0.01, "tflops": 0.05, "link_gb_per_s": 10.0, "dtype": torch.float32, "device": CPU,
         "budget_s": 1.0, "command": "tetrad bench rank",
     }  # fmt: skip
     return RankBench(**(values | changes))
@@ -43,7 +43,7 @@ def rows(plan: RankBench, us: float = 4000.0) -> list[RankTiming]:
 
 def test_a_step_of_a_rank():
     (row,) = rows(plan())
-    assert (row.batch, row.rows) == (16, 2)
+    assert (row.batch, row.sequences) == (16, 2)
     assert row.tokens_per_s == pytest.approx(4000)
     assert row.tokens_per_s_with_link < row.tokens_per_s
     assert row.share == row.limit_us / 4000.0
@@ -89,7 +89,7 @@ def test_every_limit_meets_an_op_that_ran():
 
 def test_uneven_batches_are_said_to_be():
     (row,) = rows(plan(batches=(9,)))
-    assert row.rows == 2
+    assert row.sequences == 2
     assert "do not lie evenly over 8 groups" in row.notes[0]
 
 
@@ -98,7 +98,7 @@ def test_uneven_batches_are_said_to_be():
 )
 def test_other_layouts_run(ranks: Ranks):
     (row,) = rows(plan(ranks=ranks, routing="skewed", context=30))
-    assert row.rows == 16 // ranks.attn_dp
+    assert row.sequences == 16 // ranks.attn_dp
     assert bool(row.link_calls) == (ranks.size > 1)
 
 
@@ -119,18 +119,32 @@ def test_a_step_repeats_itself():
 
 def test_logits_are_finite_at_the_size_of_a_models(monkeypatch: pytest.MonkeyPatch):
     stage = Stage(plan(), lambda _: None, FixedTimer())
-    logits = stage.model(decode_batch(2, 100, ARCH.vocab, CPU), stage.cache)
+    logits = stage.model(step_batch(2, 1, 100, ARCH.vocab, CPU), stage.cache)
     assert logits.shape == (2, ARCH.vocab)
     assert 0.3 < logits.std().item() < 3.0
 
 
 def test_pages_of_a_batch_are_its_own():
-    batch = decode_batch(5, 130, 1000, CPU)
+    batch = step_batch(5, 1, 130, 1000, CPU)
     assert batch.page_table.shape == (5, 3)
     assert batch.page_table.unique().numel() == 15
     assert batch.slots.tolist() == [int(page) * 64 + 1 for page in batch.page_table[:, 2]]
     assert batch.positions.tolist() == [129] * 5
     assert batch.token_ids.unique().numel() == 5
+
+
+def test_a_chunk_of_a_prompt():
+    """Thirty tokens behind seventy, of each of two sequences; the head sees their last ones."""
+    (row,) = rows(plan(query_len=30))
+    assert row.tokens_per_s == pytest.approx(30 * 4000)
+    assert row.link_bytes["all_gather"] == 7 * 2 * ARCH.hidden * 4
+    assert row.link_bytes["combine"] == 5 * 7 * 2 * 30 * ARCH.hidden * 4
+    batch = step_batch(2, 30, 100, ARCH.vocab, CPU)
+    assert batch.positions.tolist() == list(range(70, 100)) * 2
+    assert batch.query_start.tolist() == [0, 30, 60]
+    assert batch.logit_rows.tolist() == [29, 59]
+    pages = batch.page_table[:, 1].tolist()
+    assert batch.slots.tolist() == [page * 64 + place for page in pages for place in range(6, 36)]
 
 
 def launches(*names: str) -> list[tuple[str, float]]:

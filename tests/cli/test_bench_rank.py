@@ -35,7 +35,7 @@ def test_records_are_lines_of_json(tetrad, tmp_path: Path):
     records = [
         RankTiming.model_validate(json.loads(line)) for line in path.read_text().splitlines()
     ]
-    assert [(r.batch, r.rows, r.num_layers, r.model_layers) for r in records] == [
+    assert [(r.batch, r.sequences, r.num_layers, r.model_layers) for r in records] == [
         (8, 1, 3, 6),
         (16, 2, 3, 6),
     ]
@@ -50,6 +50,7 @@ def test_records_are_lines_of_json(tetrad, tmp_path: Path):
         (("--ranks", "tp=2,rank=5"), "the layout has 2 ranks"),
         (("--batch", "8,x"), "--batch 8,x: whole numbers from 1 on"),
         (("--batch", ""), "at least one batch was expected"),
+        (("--query-len", "300"), "--query-len 300 is more than --context 256"),
         (("--num-layers", "1"), "2 is the fewest with experts"),
         (("--context", "5000"), "knows 4096 positions; at most that works"),
         (("--model", "glm-55"), "there is no such file or folder"),

@@ -8,7 +8,7 @@ from tests.factories import TINY_GLM
 from tetrad.core.arch import ModelArch
 from tetrad.core.presets import preset
 from tetrad.core.ranks import Ranks
-from tetrad.roofline.cost import DecodeLoad, OpCall, step_calls
+from tetrad.roofline.cost import OpCall, StepLoad, step_calls
 from tetrad.roofline.limits import Rates, limits_by_op
 
 GLM = preset("glm-5")
@@ -19,7 +19,7 @@ WQ_B_MS = 78 * 2048 * 32 * 128 * 2 / 4.3e9
 
 
 def limit_ms(ranks: Ranks, batch: int, context: int, key_bytes: int = 2) -> float:
-    calls = step_calls(GLM, ranks, DecodeLoad(batch, context, key_bytes))
+    calls = step_calls(GLM, ranks, StepLoad(batch, context, key_bytes))
     return sum(limits_by_op(calls, H200).values()) / 1e3
 
 
@@ -40,7 +40,7 @@ def test_a_long_context_reads_chosen_keys_and_all_index_keys():
 
 def test_bytes_are_those_of_the_weights():
     """25.74 GB of attention, 5.66 of shared experts, 1.36 dense, 0.24 router, 1.9 / 8 head."""
-    calls = step_calls(GLM, EIGHT, DecodeLoad(8, 256))
+    calls = step_calls(GLM, EIGHT, StepLoad(8, 256))
 
     def total_gb(*parts: str, but: tuple[str, ...] = ()) -> float:
         return sum(c.bytes * c.count for c in calls if c.part in parts and c.op not in but) / 1e9
@@ -49,14 +49,14 @@ def test_bytes_are_those_of_the_weights():
     assert total_gb("moe", but=("experts",)) == pytest.approx(5.66 + 0.24, rel=0.002)
     assert total_gb("dense") == pytest.approx(1.36, rel=0.002)
     assert total_gb("head") == pytest.approx(1.9 / 8, rel=0.002)
-    all_read = step_calls(GLM, EIGHT, DecodeLoad(20_000, 256))
+    all_read = step_calls(GLM, EIGHT, StepLoad(20_000, 256))
     experts = [c.bytes * c.count for c in all_read if c.op == "experts"]
     assert sum(experts) / 1e9 == pytest.approx(407.7 / 8, rel=0.002)
 
 
 def test_flops_of_a_token():
     """45.3 GFLOP in experts, 36.4 in other products, and attention's own."""
-    calls = step_calls(GLM, Ranks(), DecodeLoad(1, 4096))
+    calls = step_calls(GLM, Ranks(), StepLoad(1, 4096))
     experts = sum(c.flops * c.count for c in calls if c.op == "experts")
     core = sum(c.flops * c.count for c in calls if c.op == "mla")
     scores = sum(c.flops * c.count for c in calls if c.op == "index_score")
@@ -67,10 +67,22 @@ def test_flops_of_a_token():
     assert scores == pytest.approx(8192 * 4096 * 78, rel=0.01)
 
 
+def test_a_prompt_reads_its_keys_once():
+    """However many rows of it read them; operations grow with the square."""
+    calls = step_calls(GLM, Ranks(), StepLoad(2, 2048, query_len=2048))
+    (core,) = (c for c in calls if c.op == "mla")
+    assert core.bytes == 2 * 2048 * 576 * 2
+    assert core.flops == pytest.approx(2 * (2048 * 2049 / 2) * 2 * 64 * (2 * 512 + 64))
+    (head,) = (c for c in calls if c.part == "head")
+    assert head.flops == 2.0 * 2 * 154_880 * 6144
+    (router,) = (c for c in calls if c.op == "router")
+    assert router.flops == 2.0 * 4096 * 6144 * (256 + 2 * 2048)
+
+
 def test_ranks_share_what_they_share():
     """Tensor parallelism cuts heads and columns, attention's data parallelism only the batch."""
     whole, eighth = (
-        step_calls(GLM, ranks, DecodeLoad(64, 256)) for ranks in (Ranks(), Ranks(tp=8, ep=8))
+        step_calls(GLM, ranks, StepLoad(64, 256)) for ranks in (Ranks(), Ranks(tp=8, ep=8))
     )
 
     def read(calls: tuple[OpCall, ...], part: str, what: str) -> float:
@@ -80,7 +92,7 @@ def test_ranks_share_what_they_share():
     assert read(whole, "attention", "o") == 8 * read(eighth, "attention", "o")
     assert read(whole, "attention", "q_a") == read(eighth, "attention", "q_a")
     assert read(whole, "attention", "latents") == read(eighth, "attention", "latents")
-    own = step_calls(GLM, EIGHT, DecodeLoad(64, 256))
+    own = step_calls(GLM, EIGHT, StepLoad(64, 256))
     assert read(own, "attention", "o") == read(whole, "attention", "o")
     assert 8 * read(own, "attention", "latents") == read(whole, "attention", "latents")
 
@@ -96,4 +108,4 @@ def test_the_longer_of_reading_and_computing_counts():
 
 def test_a_model_without_dense_layers_has_none():
     arch = ModelArch.from_config(TINY_GLM | {"first_k_dense_replace": 0, "mlp_layer_types": None})
-    assert "dense" not in {c.part for c in step_calls(arch, Ranks(), DecodeLoad(1, 5))}
+    assert "dense" not in {c.part for c in step_calls(arch, Ranks(), StepLoad(1, 5))}

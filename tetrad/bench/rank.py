@@ -1,8 +1,9 @@
-"""One rank's decode step: its program, its time, its limit.
+"""One rank's step: its program, its time, its limit.
 
 The model is made of the layers that serve, with drawn weights of the rank's shapes; the other ranks
 are stood in for (`distributed/rehearsal.py`). A step computes one token of each of the rank's
-sequences and samples it. It is captured in a CUDA graph and replayed where that can be.
+sequences, or a chunk of a prompt, and samples. It is captured in a CUDA graph and replayed where
+that can be.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.models.base import Model
 from tetrad.models.dummy import dummy_model
-from tetrad.roofline.cost import DecodeLoad, OpCall, step_calls
+from tetrad.roofline.cost import OpCall, StepLoad, step_calls
 from tetrad.roofline.limits import Rates
 
 CEILINGS_BUDGET_S = 4.0
@@ -48,6 +49,7 @@ class RankBench:
     model_layers: int
     ranks: Ranks
     batches: tuple[int, ...]
+    query_len: int
     context: int
     routing: Routing
     seed: int
@@ -62,13 +64,13 @@ class RankBench:
     budget_s: float
     command: str
 
-    def load(self, batch: int) -> DecodeLoad:
+    def load(self, batch: int) -> StepLoad:
         """A step with `batch` sequences."""
-        return DecodeLoad(batch, self.context, self.dtype.itemsize)
+        return StepLoad(batch, self.context, self.dtype.itemsize, self.query_len)
 
-    def rows(self, batch: int) -> int:
-        """Of `batch` sequences, those of this rank."""
-        return self.load(batch).rows(self.ranks)
+    def sequences(self, batch: int) -> int:
+        """Of `batch`, those of this rank."""
+        return self.load(batch).sequences(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -111,22 +113,24 @@ class Stage:
         self.ops = resolve_ops(str(plan.device), plan.forced, plan.dtype, plan.arch, tell)
         tell("measuring what the device can do at best")
         self.ceilings, self.rates = _rates(plan, timer)
-        most_rows = max(map(plan.rows, plan.batches))
+        most = max(map(plan.sequences, plan.batches))
         self.rehearsal = Rehearsal(
-            plan.ranks, plan.arch, most_rows=most_rows, routing=plan.routing, seed=plan.seed,
-            device=plan.device, dtype=plan.dtype,
+            plan.ranks, plan.arch, most_rows=most * plan.query_len, routing=plan.routing,
+            seed=plan.seed, device=plan.device, dtype=plan.dtype,
         )  # fmt: skip
         self.trace = Trace(plan.device)
         tell(f"drawing the weights of {plan.arch.num_layers} layers")
         self.watched = self.trace.wrapped(self.ops)
         self.model = _model(plan, self.watched, self.rehearsal)
         self.trace.watch(self.model)
-        self.cache = filled_cache(self.model, most_rows * _pages(plan.context), plan)
+        self.cache = filled_cache(self.model, most * _pages(plan.context), plan)
 
     def timed(self, batch: int) -> TimedStep:
         """Run a step, count what it would receive, and time it."""
         plan = self.plan
-        inputs = decode_batch(plan.rows(batch), plan.context, plan.arch.vocab, plan.device)
+        inputs = step_batch(
+            plan.sequences(batch), plan.query_len, plan.context, plan.arch.vocab, plan.device
+        )
 
         def call() -> Tensor:
             ids: Tensor = self.watched.sample(self.model(inputs, self.cache), None)
@@ -145,11 +149,11 @@ class Stage:
         plan, batch = self.plan, step.batch
         spent = self.trace.measure(step.call)
         calls = step_calls(plan.arch, plan.ranks, plan.load(batch))
-        num_pages = plan.rows(batch) * _pages(plan.context)
+        num_pages = plan.sequences(batch) * _pages(plan.context)
         return RankTiming(
             **self._about(),
             batch=batch,
-            rows=plan.rows(batch),
+            sequences=plan.sequences(batch),
             cache_bytes=num_pages * KvCache.bytes_per_page(plan.arch, plan.dtype),
             step=step.time,
             link_bytes=step.traffic.num_bytes,
@@ -188,6 +192,7 @@ class Stage:
             "ranks": str(plan.ranks),
             "dtype": str(plan.dtype).removeprefix("torch."),
             "routing": plan.routing,
+            "query_len": plan.query_len,
             "context": plan.context,
             "backends": {name: getattr(self.ops, name).name for name in OP_NAMES},
             "weight_bytes": self.model.weight_bytes,
@@ -230,23 +235,27 @@ def filled_cache(model: Model, num_pages: int, plan: RankBench) -> KvCache:
     return cache
 
 
-def decode_batch(rows: int, context: int, vocab: int, device: torch.device) -> ForwardBatch:
-    """`rows` sequences with `context` keys each, whose last token is computed. Pages of a sequence
-    lie apart."""
+def step_batch(
+    sequences: int, query_len: int, context: int, vocab: int, device: torch.device
+) -> ForwardBatch:
+    """`sequences` with `context` keys each, whose last `query_len` tokens are computed. Pages of a
+    sequence lie apart."""
     num_pages = _pages(context)
-    pages = torch.arange(rows * num_pages, dtype=torch.int32).view(num_pages, rows).T.contiguous()
-    last = context - 1
-    slots = pages[:, last // PAGE_TOKENS].long() * PAGE_TOKENS + last % PAGE_TOKENS
+    order = torch.arange(sequences * num_pages, dtype=torch.int32)
+    pages = order.view(num_pages, sequences).T.contiguous()
+    new = torch.arange(context - query_len, context)
+    slots = pages[:, new // PAGE_TOKENS].long() * PAGE_TOKENS + new % PAGE_TOKENS
+    starts = torch.arange(sequences + 1, dtype=torch.int32) * query_len
     return ForwardBatch(
-        token_ids=(torch.arange(rows) * 7919 % vocab).to(device),
-        positions=torch.full((rows,), last).to(device),
-        slots=slots.to(device),
-        query_start=torch.arange(rows + 1, dtype=torch.int32).to(device),
-        kv_lens=torch.full((rows,), context, dtype=torch.int32).to(device),
+        token_ids=(torch.arange(sequences * query_len) * 7919 % vocab).to(device),
+        positions=new.repeat(sequences).to(device),
+        slots=slots.flatten().to(device),
+        query_start=starts.to(device),
+        kv_lens=torch.full((sequences,), context, dtype=torch.int32).to(device),
         page_table=pages.to(device),
-        logit_rows=torch.arange(rows).to(device),
-        query_lens=(1,) * rows,
-        kv_lens_host=(context,) * rows,
+        logit_rows=(starts[1:] - 1).long().to(device),
+        query_lens=(query_len,) * sequences,
+        kv_lens_host=(context,) * sequences,
     )
 
 

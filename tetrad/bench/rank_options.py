@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from tetrad.bench.kernels_options import checked_counts, split
 from tetrad.core.config import Config, option
@@ -34,7 +34,20 @@ class BenchRankConfig(Config):
     batch: str = option(
         "8,64,256,1024,2048", "Sequences of the whole deployment in one step.", group="What"
     )
-    context: int = option(256, "Keys that each sequence holds.", group="What", ge=1, le=10_000_000)
+    query_len: int = option(
+        1,
+        "Tokens that each sequence computes in a step: 1 decodes, more are a chunk of a prompt.",
+        group="What",
+        ge=1,
+        le=1_000_000,
+    )
+    context: int = option(
+        256,
+        "Keys that each sequence holds, the new ones among them.",
+        group="What",
+        ge=1,
+        le=10_000_000,
+    )
     routing: Literal["random", "skewed"] = option(
         "random",
         "How the other ranks' tokens choose experts: all alike, or with a bias of each expert.",
@@ -87,6 +100,15 @@ class BenchRankConfig(Config):
     @classmethod
     def _layout(cls, text: str) -> str:
         return str(Ranks.parse(text))
+
+    @model_validator(mode="after")
+    def _fits(self) -> BenchRankConfig:
+        if self.query_len > self.context:
+            raise ValueError(
+                f"--query-len {self.query_len} is more than --context {self.context}, which counts "
+                "the new tokens too; raise the latter"
+            )
+        return self
 
     @property
     def layout(self) -> Ranks:

@@ -62,6 +62,7 @@ def _plan(config: BenchRankConfig) -> RankBench:
         model_layers=arch.num_layers,
         ranks=config.layout,
         batches=config.batches,
+        query_len=config.query_len,
         context=config.context,
         routing=config.routing,
         seed=config.seed,
@@ -83,11 +84,12 @@ def step_table(rows: list[RankTiming]) -> Table:
     first = rows[0]
     title = (
         f"One rank of {first.ranks}: {first.model}, {first.num_layers} of {first.model_layers} "
-        f"layers, {first.dtype}, context {first.context}, {first.routing} routing"
+        f"layers, {first.dtype}, {first.query_len} new of {first.context} keys, "
+        f"{first.routing} routing"
     )
     table = Table(title=title, title_justify="left")
     for heading in (
-        *("batch", "rows", "ms a step", "p10 to p90", "launches", "limit ms", "of limit"),
+        *("batch", "own", "ms a step", "p10 to p90", "launches", "limit ms", "of limit"),
         *("ops ms", "tok/s", "link MB", "link ms", "tok/s with link"),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -95,7 +97,7 @@ def step_table(rows: list[RankTiming]) -> Table:
         time = row.step
         table.add_row(
             str(row.batch),
-            str(row.rows),
+            str(row.sequences),
             f"{time.median_us / 1e3:.2f}",
             f"{time.p10_us / 1e3:.2f} to {time.p90_us / 1e3:.2f}",
             "" if time.launches is None else str(time.launches),

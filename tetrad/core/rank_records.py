@@ -37,7 +37,7 @@ class OpShare(Record):
 
 
 class RankTiming(Record):
-    """One decode step of one rank of a layout, the others stood in for."""
+    """One step of one rank of a layout, the others stood in for."""
 
     kind: Literal["rank_timing"] = "rank_timing"
     schema_version: Literal[1] = 1
@@ -64,10 +64,12 @@ class RankTiming(Record):
     routing: str
     batch: int
     """Sequences of the whole deployment."""
-    rows: int
+    sequences: int
     """Of them this rank's."""
+    query_len: int
+    """Tokens that each computes in the step."""
     context: int
-    """Keys of each sequence."""
+    """Keys that each holds, the new ones among them."""
     backends: dict[str, str]
     """Op → backend."""
     weight_bytes: int
@@ -94,12 +96,12 @@ class RankTiming(Record):
     @property
     def tokens_per_s(self) -> float:
         """Of the whole deployment, were communication free."""
-        return self.batch / self.step.median_us * 1e6
+        return self.batch * self.query_len / self.step.median_us * 1e6
 
     @property
     def tokens_per_s_with_link(self) -> float:
         """Of the whole deployment, communication added at its price."""
-        return self.batch / (self.step.median_us + self.link_us) * 1e6
+        return self.batch * self.query_len / (self.step.median_us + self.link_us) * 1e6
 
     @property
     def ops_us(self) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,23 +53,14 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     dtype = _dtype(config, device)
     if device.type == "cpu":
         use_sensible_threads()
-    say(EngineProgress("kernels", f"choosing backends on {snapshot(device).name}"))
-    ops = resolve_ops(
-        str(device),
-        _forced_backends(config),
-        dtype,
-        arch,
-        lambda sentence: say(EngineProgress("kernels", sentence)),
-    )
+    ops = _choose_ops(config, arch, device, dtype, say)
     started = time.monotonic()
     say(EngineProgress("weights", str(folder)))
     others = _others(config, arch, device, dtype)
     model = _load_weights(config, folder, arch, device, dtype, ops, others, say)
     load_s = time.monotonic() - started
-    if model.checkpoint_notes:
-        say(EngineProgress("note", " ".join(model.checkpoint_notes)))
-    if config.rehearsed is not None:
-        say(EngineProgress("note", f"rehearsing {config.rehearsed}: the text means nothing"))
+    for note in _notes(config, model):
+        say(EngineProgress("note", note))
     layout, use = _lay_out_cache(config, model, device, dtype)
     say(EngineProgress("cache", layout.sentence))
     runner = Runner(model, _make_cache(arch, layout, device, dtype), ops.sample, device)
@@ -132,6 +123,31 @@ def _forced_backends(config: ServeConfig) -> dict[str, str]:
         "attention_backend": config.attention_backend,
     }
     return {FLAG_OPS[flag]: backend for flag, backend in wanted.items()}
+
+
+def _choose_ops(
+    config: ServeConfig,
+    arch: ModelArch,
+    device: torch.device,
+    dtype: torch.dtype,
+    say: Progress,
+) -> OpSet:
+    say(EngineProgress("kernels", f"choosing backends on {snapshot(device).name}"))
+    return resolve_ops(
+        str(device),
+        _forced_backends(config),
+        dtype,
+        arch,
+        lambda sentence: say(EngineProgress("kernels", sentence)),
+    )
+
+
+def _notes(config: ServeConfig, model: Model) -> Iterator[str]:
+    """What a person should know of what was loaded."""
+    if model.checkpoint_notes:
+        yield " ".join(model.checkpoint_notes)
+    if config.rehearsed is not None:
+        yield f"rehearsing {config.rehearsed}: the text means nothing"
 
 
 def _others(

@@ -1,4 +1,4 @@
-"""What a decode step of one rank must fetch and compute, op by op, from the ops' contracts.
+"""What a step of one rank must fetch and compute, op by op, from the ops' contracts.
 
 Counted is what a step cannot do without: weights, and the keys it reads, once each, and the useful
 floating-point operations. Activations are not counted: those of a decode step fit into a GPU's
@@ -14,7 +14,7 @@ from typing import Any
 
 from tetrad.core.arch import ModelArch
 from tetrad.core.ranks import Ranks
-from tetrad.kernels.contract import Case, Contract, case
+from tetrad.kernels.contract import Case, Contract, case, num_keys
 from tetrad.kernels.experts.contract import CONTRACT as EXPERTS
 from tetrad.kernels.index_score.contract import CONTRACT as INDEX_SCORE
 from tetrad.kernels.linear.contract import CONTRACT as LINEAR
@@ -26,19 +26,29 @@ OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLoad:
-    """A step in which every sequence computes one token."""
+class StepLoad:
+    """A step in which every sequence computes as many tokens."""
 
     batch: int
     """Sequences of the whole deployment."""
     context: int
-    """Keys that each holds, the new one among them."""
+    """Keys that each holds, the new ones among them."""
     key_bytes: int = 2
     """Of one number in the cache."""
+    query_len: int = 1
+    """Tokens that each computes: one decodes, more are a chunk of a prompt."""
+
+    def sequences(self, ranks: Ranks) -> int:
+        """Those that a rank attends for."""
+        return -(-self.batch // ranks.attn_dp)
 
     def rows(self, ranks: Ranks) -> int:
-        """Sequences that a rank attends for."""
-        return -(-self.batch // ranks.attn_dp)
+        """Tokens that a rank attends for."""
+        return self.sequences(ranks) * self.query_len
+
+    def lens(self, ranks: Ranks) -> tuple[tuple[int, int], ...]:
+        """(query_len, kv_len) of each of a rank's sequences."""
+        return ((self.query_len, self.context),) * self.sequences(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +79,16 @@ def stored_bytes(contract: Contract, shape: Case, key_bytes: int) -> float:
     if contract.name == "experts":
         return contract.bytes(shape, 0)
     bare = replace(shape, values={**shape.values, **_WITHOUT_ROWS[contract.name]})
-    scores = contract.bytes(bare, 0)
-    return contract.bytes(bare, key_bytes) - (scores if contract.name == "index_score" else 0.0)
+    if contract.name == "index_score":
+        return contract.bytes(bare, key_bytes) - contract.bytes(bare, 0)
+    if contract.name == "mla":
+        # Rows of one prompt may share what they read.
+        once = num_keys(shape["lens"]) * (shape["C"] + shape["R"]) * key_bytes
+        return min(contract.bytes(bare, key_bytes), float(once))
+    return contract.bytes(bare, key_bytes)
 
 
-def step_calls(arch: ModelArch, ranks: Ranks, load: DecodeLoad) -> tuple[OpCall, ...]:
+def step_calls(arch: ModelArch, ranks: Ranks, load: StepLoad) -> tuple[OpCall, ...]:
     """Every call of a step on one rank of `ranks`, of the model with shapes `arch`."""
     mine = ranks.arch_of(arch)
     listing = _Listing(load)
@@ -95,7 +110,7 @@ def step_calls(arch: ModelArch, ranks: Ranks, load: DecodeLoad) -> tuple[OpCall,
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    load: DecodeLoad
+    load: StepLoad
 
     def _call(
         self, part: str, contract: Contract, what: str, op: str = "", **values: Any
@@ -123,7 +138,7 @@ class _Listing:
                 T=rows, out=heads * width, width=mla.kv_lora_rank, format="bf16",
             )  # fmt: skip
         yield self._call(
-            part, MLA, "latents", lens=((1, self.load.context),) * rows, H=heads,
+            part, MLA, "latents", lens=self.load.lens(ranks), H=heads,
             C=mla.kv_lora_rank, R=mla.rope_dim, topk=topk if self.load.context > topk else 0,
         )  # fmt: skip
 
@@ -137,7 +152,7 @@ class _Listing:
         yield self._linear(part, "queries", rows, width, arch.mla.q_lora_rank)
         yield self._linear(part, "weights", rows, index.num_heads, arch.hidden)
         yield self._call(
-            part, INDEX_SCORE, "index keys", lens=((1, self.load.context),) * rows,
+            part, INDEX_SCORE, "index keys", lens=self.load.lens(ranks),
             X=index.num_heads, I=index.head_dim,
         )  # fmt: skip
 
@@ -163,6 +178,6 @@ class _Listing:
         )  # fmt: skip
 
     def head(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
-        """The rank's rows of the output head, for the rows of all groups."""
-        rows = self.load.rows(ranks) * ranks.attn_dp
+        """The rank's rows of the output head, for the last row of each sequence."""
+        rows = self.load.sequences(ranks) * ranks.attn_dp
         yield self._linear("head", "output head", rows, arch.vocab // ranks.tp, arch.hidden)
