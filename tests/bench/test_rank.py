@@ -31,8 +31,8 @@ def plan(**changes: Any) -> RankBench:
     values: dict[str, Any] = {
         "arch": ARCH, "model": "abacus", "model_layers": 6, "ranks": EIGHT, "batches": (16,),
         "query_len": 1, "context": 100, "routing": "random", "seed": 0, "forced": {},
-        "tb_per_s": 0.01, "tflops": 0.05, "link_gb_per_s": 10.0, "dtype": torch.float32, "device": CPU,
-        "budget_s": 1.0, "command": "tetrad bench rank",
+        "tb_per_s": 0.01, "tflops": 0.05, "link_gb_per_s": 10.0, "dtype": torch.float32,
+        "device": CPU, "budget_s": 1.0, "command": "tetrad bench rank",
     }  # fmt: skip
     return RankBench(**(values | changes))
 
