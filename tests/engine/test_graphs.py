@@ -165,6 +165,17 @@ def test_what_is_no_decode_or_too_large_runs_without_a_graph(
     assert len(caplog.records) == (len(works) == 5)
 
 
+def test_what_is_recorded_anew_is_the_same():
+    runner, other = make_runner(PLAN), make_runner(None)
+    for plan in (PROMPTS, *DECODES[:2]):
+        assert runner.launch(plan).wait() == other.launch(plan).wait()
+    runner.renew_graphs()
+    model_of(runner).batches.clear()
+    for plan in DECODES[2:]:
+        assert runner.launch(plan).wait() == other.launch(plan).wait()
+    assert all(batch.num_real is not None for batch in model_of(runner).batches)
+
+
 def graphs_of(plan: GraphPlan, recorder: FakeRecorder) -> DecodeGraphs:
     graphs = make_runner(plan, recorder).graphs
     assert graphs is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from tetrad.core.messages import EngineStats
@@ -32,6 +32,14 @@ class StepRunner(Protocol):
         ...
 
 
+class Guard(Protocol):
+    """Looks into a step that gave logits that are not finite: `engine.guard.NanGuard`."""
+
+    def cure(self, plan: StepPlan, rids: Collection[str]) -> bool:
+        """Is there hope for `rids` if they are computed again?"""
+        ...
+
+
 class Engine:
     """One model, its cache and its requests. Not thread-safe, but for `stats`.
 
@@ -49,12 +57,14 @@ class Engine:
         overlap: bool = True,
         continuous_steps: int = 1,
         stream_interval: int = 1,
+        guard: Guard | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._overlap = overlap
         self._continuous_steps = continuous_steps
         self._stream = StreamInterval(stream_interval)
+        self._guard = guard
         self._in_flight: deque[Launched] = deque()
         self.info: dict[str, Any] = info or {}
         """What was resolved and chosen at start, for /server_info."""
@@ -102,8 +112,16 @@ class Engine:
         """Wait for the oldest steps, until `num_left` are in flight."""
         outputs = []
         while len(self._in_flight) > num_left:
-            outputs += self.scheduler.apply(self._in_flight.popleft().wait())
+            result = self._in_flight.popleft().wait()
+            self._cure(result)
+            outputs += self.scheduler.apply(result)
         return outputs
+
+    def _cure(self, result: StepResult) -> None:
+        """Have requests whose logits were not finite computed again, if that may help."""
+        bad = self.scheduler.not_finite(result)
+        if bad and self._guard and self._guard.cure(self.scheduler.as_replay(), bad):
+            self.scheduler.retry(bad)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False, and nothing done, while anything runs or waits."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -151,6 +151,14 @@ class DecodeGraphs:
                 left = thinned(left, room // (before - free_bytes))
             say(f"recorded a decode step of {size}, {done} of {done + len(left)} sizes")
         self.num_bytes = at_first - self._recorder.free_bytes()
+
+    def renew(self) -> None:
+        """Record the same sizes again, as other kernels run from now on."""
+        sizes = self.sizes["short"]
+        self._graphs = {kind: {} for kind in self._graphs}
+        self._plan = replace(self._plan, sizes=tuple(sizes))
+        if sizes:
+            self.record(_log.info)
 
     def run(self, plan: StepPlan, builder: InputBuilder, previous: Sampled) -> Tensor | None:
         """Logits [R, V] of a step, valid until the next; None if it has to run without a graph."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ from tetrad.distributed.rehearsal import Rehearsal
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
 from tetrad.engine.device import device_memory, resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine
+from tetrad.engine.guard import NanGuard
 from tetrad.engine.memory_statement import memory_statement
 from tetrad.engine.philox import derived_seed
 from tetrad.engine.prepare import Prepared, prepare, without_effect
 from tetrad.engine.runner import Runner
 from tetrad.engine.scheduler import Scheduler
+from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.canary import canary
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.select import FLAG_OPS, OpSet, resolve_ops
+from tetrad.kernels.switch import switchable
 from tetrad.layers.cache import KvCache
 from tetrad.models.base import Model
 from tetrad.models.dummy import dummy_model
@@ -53,7 +58,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     dtype = _dtype(config, device)
     if device.type == "cpu":
         use_sensible_threads()
-    ops = _choose_ops(config, arch, device, dtype, say)
+    ops, switches = switchable(_choose_ops(config, arch, device, dtype, say))
     started = time.monotonic()
     say(EngineProgress("weights", str(folder)))
     others = _others(config, arch, device, dtype)
@@ -99,7 +104,12 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         overlap=not config.disable_overlap_schedule,
         continuous_steps=config.num_continuous_decode_steps,
         stream_interval=config.stream_interval,
+        guard=NanGuard(runner, model, switches, partial(_refusal, device, dtype)),
     )
+
+
+def _refusal(device: torch.device, dtype: torch.dtype, op: Op, backend: Backend) -> str | None:
+    return backend.why_not(snapshot(device)) or canary(op, backend, dtype, device)
 
 
 def _model_folder(config: ServeConfig) -> Path:

@@ -46,6 +46,11 @@ class Runner:
         self.graphs.record(say)
         return self.graphs
 
+    def renew_graphs(self) -> None:
+        """Record again what is recorded, after a change of backends."""
+        if self.graphs is not None:
+            self.graphs.renew()
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Draws:
         """Start one step; nothing here waits for the device. Rows whose logits are not finite are
@@ -56,6 +61,11 @@ class Runner:
         draws = self._sampler(logits, rids, [work for _, work in pairs])
         self._previous = Sampled(draws.ids, {rid: row for row, rid in enumerate(rids)})
         return draws
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> Tensor:
+        """Logits [R, V] of a step whose tokens are all known, without a graph."""
+        return self.model(self._inputs.build(plan), self.cache)
 
     def _logits(self, plan: StepPlan) -> Tensor:
         if self.graphs is not None:

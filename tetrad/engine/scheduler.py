@@ -22,8 +22,8 @@ later, and what was computed for it meanwhile is passed over.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Finish, Request, RequestOutput
@@ -45,6 +45,9 @@ NON_FINITE = (
     "are not affected."
 )
 
+
+MAX_RETRIES = 3
+"""Times that a request begins anew before it fails."""
 
 Planned = list[tuple[Sequence, SequenceWork]]
 """One step: each sequence beside what it computes."""
@@ -145,6 +148,43 @@ class Scheduler:
                 sequence.num_pending -= 1
                 outputs.append(self._take(sequence, work, token))
         return outputs
+
+    def as_replay(self) -> StepPlan:
+        """The oldest step that is not applied, as it can be computed again now: every token known.
+        Who no longer has its pages writes to the page behind the last instead."""
+        return StepPlan(tuple(self._as_replay(*pair) for pair in self._planned[0]))
+
+    def _as_replay(self, sequence: Sequence, work: SequenceWork) -> SequenceWork:
+        known = tuple(sequence.token_ids[work.start : work.num_kv_tokens])
+        if sequence.pages[: len(work.pages)] == work.pages and len(known) == len(work.token_ids):
+            return replace(work, token_ids=known)
+        pages = (self.limits.num_pages,) * len(work.pages)
+        return replace(work, token_ids=(0,) * len(work.token_ids), pages=pages)
+
+    def not_finite(self, result: StepResult) -> set[str]:
+        """Requests whose logits in the oldest step were not finite and that may begin anew."""
+        sampling = [(sequence, work) for sequence, work in self._planned[0] if work.sample]
+        return {
+            token.rid
+            for (sequence, _), token in zip(sampling, result.sampled, strict=True)
+            if not token.is_finite
+            and self._live.get(token.rid) is sequence
+            and sequence.num_retries < MAX_RETRIES
+        }
+
+    def retry(self, rids: Collection[str]) -> None:
+        """Let these, of the oldest step, begin anew with the tokens they have. The pages it read
+        leave the cache. Everybody who arrived after the first of them is preempted, too, which
+        keeps the order."""
+        for _, work in self._planned[0]:
+            if work.rid in rids:
+                self.cache.forget(work.pages)
+        while any(sequence.request.rid in rids for sequence in self.running):
+            self._preempt_last()
+        for index, sequence in enumerate(self.waiting):
+            if sequence.request.rid in rids:
+                renewed = sequence.renewed()
+                self.waiting[index] = self._live[sequence.request.rid] = renewed
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache, but only when nothing runs or waits."""

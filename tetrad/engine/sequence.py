@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tetrad.core.request import Request
 from tetrad.core.step import PAGE_TOKENS, SampleWork
@@ -18,7 +18,7 @@ class Sequence:
     """Place in the order of arrival, which is the order of service."""
     end_ids: frozenset[int]
     """Tokens that end it: the model's end tokens unless ignored, and its own stop tokens."""
-    token_ids: list[int] = field(init=False)
+    token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Tokens that planned steps have computed or will compute."""
     num_pending: int = 0
@@ -31,10 +31,12 @@ class Sequence:
     num_cached_prompt: int | None = None
     """Prompt tokens taken from the prefix cache when it first ran; None before."""
     num_preemptions: int = 0
+    num_retries: int = 0
+    """How often it began anew since its logits were not finite."""
     needs_history: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_ids)
+        self.token_ids = self.token_ids or list(self.request.prompt_ids)
         sampling = self.request.sampling
         self.needs_history = (
             sampling.repetition_penalty != 1.0
@@ -82,6 +84,18 @@ class Sequence:
             history_ids=tuple(self.token_ids) if self.needs_history else (),
             num_prompt=self.num_prompt,
             banned_ids=tuple(sorted(self.end_ids)) if is_early else (),
+        )
+
+    def renewed(self) -> Sequence:
+        """Another with the same known tokens, nothing computed, and no part in steps in flight."""
+        return replace(
+            self,
+            token_ids=list(self.token_ids),
+            num_computed=0,
+            num_pending=0,
+            pages=(),
+            num_kept=0,
+            num_retries=self.num_retries + 1,
         )
 
     def forget_computed(self) -> tuple[int, ...]:
