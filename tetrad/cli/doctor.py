@@ -86,18 +86,24 @@ def _examine_backends(found: Diagnosis) -> None:
     from tetrad.kernels.device import snapshot
     from tetrad.kernels.registry import OPS
     from tetrad.kernels.select import choose
+    from tetrad.kernels.trial import Request, crashes
 
     assert found.device is not None
     assert found.dtype is not None
     place, dtype = torch.device(found.device), getattr(torch, found.dtype)
     here = snapshot(place)
+    left_out = {}
+    if place.type == "cuda":
+        left_out = crashes(Request(found.device, dtype, scope="all"), lambda _sentence: None)
     tried: dict[tuple[str, str], tuple[str | None, float]] = {}
 
     def refusal(op: Op, backend: Backend) -> str | None:
         key = (op.contract.name, backend.name)
         if key not in tried:
             begun = time.perf_counter()
-            sentence = backend.why_not(here) or canary(op, backend, dtype, place)
+            sentence = (
+                backend.why_not(here) or left_out.get(key) or canary(op, backend, dtype, place)
+            )
             tried[key] = (sentence, (time.perf_counter() - begun) * 1e3)
         return tried[key][0]
 

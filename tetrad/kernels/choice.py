@@ -37,6 +37,8 @@ REGIME_OPS = ("experts",)
 """Ops that may have another backend for large steps than for small ones. For others a token's
 result would depend on how many are computed beside it, for little gain."""
 
+Attempt = Callable[[str, str], None]
+"""Hears op and backend before the backend is called."""
 Times = dict[str, dict[int, float]]
 """Backend → tokens of the step → microseconds."""
 
@@ -71,6 +73,7 @@ class Contest:
     place: torch.device
     here: DeviceSnapshot
     tell: Callable[[str], None]
+    attempt: Attempt = lambda _op, _backend: None
     budget_s: float = BUDGET_S
 
     @cached_property
@@ -164,6 +167,7 @@ class Contest:
             for backend in survivors:
                 if backend.name in failures:
                     continue
+                self.attempt(op.contract.name, backend.name)
                 try:
                     times[backend.name][tokens] = self._time(op, backend, inputs, truth)
                 except Exception as error:  # noqa: BLE001  # a kernel may fail in any way
@@ -180,6 +184,7 @@ class Contest:
         reference = next((each for each in survivors if each.name == "torch"), None)
         if reference is None or not op.contract.is_smooth:
             return ()
+        self.attempt(op.contract.name, reference.name)
         return op.check.outputs(self._call(op, reference, inputs)())
 
     def _call(self, op: Op, backend: Backend, inputs: dict[str, Any]) -> partial[Any]:

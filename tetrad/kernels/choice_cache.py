@@ -1,4 +1,5 @@
-"""Remembers what backends took, so that a server times them once and not at every start.
+"""Remembers what backends took and which crashed, so that a server tries them once and not at every
+start.
 
 One JSON file in the user's cache folder. What it holds is looked up by everything a time depends
 on: GPU, driver, package versions, the kernels' own source, op, shapes and dtype.
@@ -32,11 +33,22 @@ class Remembered(BaseModel):
     """Backend → tokens of the step → microseconds."""
 
 
+class Trial(BaseModel):
+    """What became of backends in a process of their own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    about: dict[str, Any]
+    crashes: dict[str, str]
+    """"op/backend" → what happened; empty when all went well."""
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     schema_version: int = 1
     entries: dict[str, Remembered] = {}
+    trials: dict[str, Trial] = {}
 
 
 def cache_folder() -> Path:
@@ -66,34 +78,52 @@ class ChoiceCache:
     def __init__(self, path: Path, tell: Tell) -> None:
         self.path = path
         self._tell = tell
-        self._entries: dict[str, Remembered] | None = None
+        self._file: _File | None = None
 
     def get(self, about: Mapping[str, Any]) -> dict[str, dict[int, float]] | None:
         """Backend → tokens → microseconds, or None when nobody measured this yet."""
-        if self._entries is None:
-            self._entries = self._read()
-        found = self._entries.get(key_of(about))
+        found = self._known().entries.get(key_of(about))
         return None if found is None else found.times_us
 
     def put(self, about: Mapping[str, Any], times_us: dict[str, dict[int, float]]) -> None:
         """Add one op's times to what the file holds by now."""
-        entries = self._read() | {key_of(about): Remembered(about=dict(about), times_us=times_us)}
-        self._entries = entries
+        file = self._read()
+        file.entries[key_of(about)] = Remembered(about=dict(about), times_us=times_us)
+        self._write(file)
+
+    def trial(self, about: Mapping[str, Any]) -> dict[str, str] | None:
+        """ "op/backend" → what happened, or None when nobody tried yet."""
+        found = self._known().trials.get(key_of(about))
+        return None if found is None else found.crashes
+
+    def put_trial(self, about: Mapping[str, Any], crashes: dict[str, str]) -> None:
+        """Add a trial's outcome to what the file holds by now."""
+        file = self._read()
+        file.trials[key_of(about)] = Trial(about=dict(about), crashes=crashes)
+        self._write(file)
+
+    def _known(self) -> _File:
+        if self._file is None:
+            self._file = self._read()
+        return self._file
+
+    def _write(self, file: _File) -> None:
+        self._file = file
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, _File(entries=entries).model_dump_json(indent=1))
+            _replace(self.path, file.model_dump_json(indent=1))
         except OSError as error:
             self._tell(f"kernel times could not be kept in {self.path}: {error}")
 
-    def _read(self) -> dict[str, Remembered]:
+    def _read(self) -> _File:
         try:
-            return _File.model_validate_json(self.path.read_bytes()).entries
+            return _File.model_validate_json(self.path.read_bytes())
         except FileNotFoundError:
-            return {}
+            return _File()
         except (OSError, ValidationError) as error:
             reason = str(error).splitlines()[0]
             self._tell(f"{self.path} is not readable and is ignored: {reason}")
-            return {}
+            return _File()
 
 
 def _replace(path: Path, text: str) -> None:

@@ -1,8 +1,9 @@
 """Chooses a backend for every op: ask each in order of preference, keep the refusals.
 
-A backend is used when its `why_not` has nothing to say and its canary gives the right numbers on
-this device. Where several pass on a GPU, their time at the model's shapes decides. A forced backend
-that cannot be used is an error that says what would work.
+A backend is used when its `why_not` has nothing to say, it did not crash when it was tried in a
+process of its own (on a GPU: `trial.py`), and its canary gives the right numbers on this device.
+Where several pass on a GPU, their time at the model's shapes decides. A forced backend that cannot
+be used is an error that says what would work.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from tetrad.core.errors import UnsupportedError, nearest
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
-from tetrad.kernels.choice import Contest, Outcome, Regime, Times, by_rows
+from tetrad.kernels.choice import Attempt, Contest, Outcome, Regime, Times, by_rows
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
+from tetrad.kernels.trial import Pair, Request, crashes
 
 FLAG_OPS: Mapping[str, str] = {"moe_runner_backend": "experts", "attention_backend": "mla"}
 """Field of `ServeConfig` that forces a backend → the op it forces."""
@@ -86,22 +88,38 @@ def resolve_ops(
 
     `forced` maps an op to the backend it must have; "auto" leaves the choice open: on a GPU to the
     fastest at the shapes of `arch` where that is given, else to the first that can run. `tell`
-    hears what is being timed. Raises UnsupportedError when a forced op or backend does not exist
-    or cannot run here.
+    hears what is being tried and timed. Raises UnsupportedError when a forced op or backend does
+    not exist or cannot run here.
     """
-    forced = forced or {}
-    for name in forced:
+    request = Request(device, dtype, dict(forced or {}), arch)
+    for name in request.forced:
         if name not in OPS:
             raise UnsupportedError(f"There is no op {name!r}.{nearest(name, OPS)}")
-    place = torch.device(device)
+    left_out = crashes(request, tell) if torch.device(device).type == "cuda" else {}
+    return resolve_here(request, left_out, tell)
+
+
+def resolve_here(
+    request: Request,
+    left_out: Mapping[Pair, str],
+    tell: Callable[[str], None],
+    attempt: Attempt = lambda _op, _backend: None,
+) -> OpSet:
+    """`resolve_ops` in this very process. `left_out`: (op, backend) → why it is not to be called;
+    `attempt` hears the name of each before it is."""
+    place, dtype, forced = torch.device(request.device), request.dtype, request.forced
     here = snapshot(place)
 
     def refusal(op: Op, backend: Backend) -> str | None:
-        return backend.why_not(here) or canary(op, backend, dtype, place)
+        sentence = backend.why_not(here) or left_out.get((op.contract.name, backend.name))
+        if sentence is not None:
+            return sentence
+        attempt(op.contract.name, backend.name)
+        return canary(op, backend, dtype, place)
 
     contest = None
-    if arch is not None and here.kind == "cuda":
-        contest = Contest(arch, dtype, place, here, tell)
+    if request.arch is not None and here.kind == "cuda":
+        contest = Contest(request.arch, dtype, place, here, tell, attempt)
     choices = tuple(
         replace(
             choose(OPS[name], forced.get(name, "auto"), here, refusal, contest),
