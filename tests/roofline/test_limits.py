@@ -67,6 +67,13 @@ def test_flops_of_a_token():
     assert scores == pytest.approx(8192 * 4096 * 78, rel=0.01)
 
 
+@pytest.mark.parametrize(("context", "read"), [(256, 256), (8192, 2048)])
+def test_a_decode_reads_its_latents_and_no_queries(context: int, read: int):
+    calls = step_calls(GLM, EIGHT, StepLoad(64, context))
+    (core,) = (c for c in calls if c.op == "mla")
+    assert core.bytes == 8 * read * 576 * 2
+
+
 def test_a_prompt_reads_its_keys_once():
     """However many rows of it read them; operations grow with the square."""
     calls = step_calls(GLM, Ranks(), StepLoad(2, 2048, query_len=2048))

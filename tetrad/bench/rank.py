@@ -86,22 +86,26 @@ class TimedStep:
 def run(
     plan: RankBench, tell: Callable[[str], None], timer: Timer | None = None
 ) -> Iterator[RankTiming]:
-    """One record for each batch. Raises ConfigError when memory does not hold the rank."""
+    """One record for each batch. Raises ConfigError when memory does not hold the rank, or after
+    the last batch that it holds."""
+    steps = []
+    full: torch.OutOfMemoryError | None = None
     try:
         stage = Stage(plan, tell, timer or timer_for(plan.device))
-        steps = []
         for batch in plan.batches:
             tell(f"timing a step of {batch} sequences")
             steps.append(stage.timed(batch))
-        # Later, since a profiler that was on once may slow down what comes after.
-        for step in steps:
-            tell(f"looking into a step of {step.batch} sequences")
-            yield stage.record(step)
     except torch.OutOfMemoryError as error:
+        full = error
+    # Later, since a profiler that was on once may slow down what comes after.
+    for step in steps:
+        tell(f"looking into a step of {step.batch} sequences")
+        yield stage.record(step)
+    if full is not None:
         raise ConfigError(
             f"The rank's weights and keys do not fit into {plan.device}; --num-layers below "
-            f"{plan.arch.num_layers}, a smaller --batch or a shorter --context take less: {error}"
-        ) from error
+            f"{plan.arch.num_layers}, a smaller --batch or a shorter --context take less: {full}"
+        )
 
 
 class Stage:

@@ -33,15 +33,18 @@ def _bench_rank(config: BenchRankConfig) -> int:
     narrator = Narrator()
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     rows = []
-    for row in run(_plan(config), narrator.passing):
-        narrator.passing("")
-        rows.append(row)
-        console.print(op_table(row))
-        if config.output_file is not None:
-            append(row, config.output_file)
-    console.print(step_table(rows))
-    for sentence in remarks(rows):
-        print(sentence)
+    try:
+        for row in run(_plan(config), narrator.passing):
+            narrator.passing("")
+            rows.append(row)
+            console.print(op_table(row))
+            if config.output_file is not None:
+                append(row, config.output_file)
+    finally:
+        if rows:
+            console.print(step_table(rows))
+            for sentence in remarks(rows):
+                print(sentence)
     return 0
 
 
