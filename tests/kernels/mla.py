@@ -14,6 +14,7 @@ from tetrad.kernels.draw import rows_of
 from tetrad.kernels.registry import OPS
 
 MLA = OPS["mla"]
+SMALL_CASES = [each for each in MLA.contract.cases if each["C"] < 512]
 Lens = tuple[tuple[int, int], ...]
 
 

@@ -36,7 +36,9 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     assert rows["experts"]["reason"] == "asked for"
     assert rows["mla"] == {
         "op": "mla", "backend": "torch", "reason": "the first that can run here",
-        "refusals": {"triton": "needs an NVIDIA GPU; on a CPU use 'torch'"},
+        "refusals": dict.fromkeys(
+            ("gluon", "triton"), "needs an NVIDIA GPU; on a CPU use 'torch'"
+        ),
         "times_us": {}, "regimes": (), "remarks": {},
     }  # fmt: skip
     assert "not run on hardware" in rows["experts"]["remarks"]["flashinfer_trtllm"]
@@ -154,7 +156,7 @@ def test_the_canary_reads_every_case_it_should(monkeypatch: pytest.MonkeyPatch):
     backend = Backend("careless", ignores_the_selection)
     sentence = canary(OPS["mla"], backend, torch.float32, CPU)
     assert sentence is not None
-    assert "'selected'" in sentence
+    assert "'selected, glm widths'" in sentence
     monkeypatch.setattr(canary_module, "CANARY_CASES", 1)
     assert canary(OPS["mla"], backend, torch.float32, CPU) is None
 

@@ -41,6 +41,7 @@ from tetrad.kernels.linear import reference as linear_torch
 from tetrad.kernels.linear import triton as linear_triton
 from tetrad.kernels.mla import check as mla_check
 from tetrad.kernels.mla import contract as mla
+from tetrad.kernels.mla import gluon as mla_gluon
 from tetrad.kernels.mla import reference as mla_torch
 from tetrad.kernels.mla import triton as mla_triton
 from tetrad.kernels.reduce_experts import check as reduce_experts_check
@@ -114,7 +115,7 @@ OPS: Mapping[str, Op] = {
         _op(store_latent, store_latent_check, store_latent_triton, store_latent_torch),
         _op(index_score, index_score_check, index_score_triton, index_score_torch),
         _op(index_select, index_select_check, index_select_triton, index_select_torch),
-        _op(mla, mla_check, mla_triton, mla_torch),
+        _op(mla, mla_check, mla_gluon, mla_triton, mla_torch),
         _op(sample, sample_check, sample_triton, sample_torch),
     )
 }

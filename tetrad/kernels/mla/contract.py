@@ -49,6 +49,7 @@ CONTRACT = Contract(
     ),
     cases=(
         case("mixed step", lens=((1, 70), (3, 5), (1, 1), (66, 130)), H=3, C=16, R=8, topk=0),
+        case("selected, glm widths", lens=((1, 100), (2, 90)), H=64, C=512, R=64, topk=80),
         case("selected", lens=((1, 70), (3, 5), (20, 130)), H=3, C=16, R=8, topk=16),
         case("filled up", lens=((1, 65), (1, 0), (2, 3), (1, 0)), H=3, C=16, R=8, topk=0),
         case("selected, filled up", lens=((1, 65), (1, 0), (2, 3)), H=3, C=16, R=8, topk=16),

@@ -224,13 +224,7 @@ def attend(
     num_sequences = len(ragged.page_table)
     topk = 0 if selected is None else selected.shape[1]
     chosen = ragged.kv_lens if selected is None else selected.contiguous()
-    out = queries.new_empty(num_rows, num_heads, latent_rank)
-    is_split = num_splits > 1
-    parts, log_sums = out, out
-    if is_split:
-        shape = (num_rows, num_splits, num_heads)
-        parts = queries.new_empty(*shape, latent_rank, dtype=torch.float32)
-        log_sums = queries.new_empty(*shape, dtype=torch.float32)
+    out, parts, log_sums = outputs(queries, latent_rank, num_splits)
     assert pool.is_contiguous()
     assert ragged.page_table.stride(1) == 1
     attend_kernel[(num_rows * num_splits * cdiv(num_heads, tile.heads),)](
@@ -252,7 +246,7 @@ def attend(
         R=width - latent_rank,
         TOPK=topk,
         ONE_EACH=num_sequences == num_rows,
-        IS_SPLIT=is_split,
+        IS_SPLIT=num_splits > 1,
         C_PADDED=padded(latent_rank),
         R_PADDED=padded(width - latent_rank),
         TOPK_PADDED=next_power_of_2(topk),
@@ -261,9 +255,21 @@ def attend(
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
-    if is_split:
+    if num_splits > 1:
         combine(parts, log_sums, out)
     return out
+
+
+def outputs(queries: Tensor, latent_rank: int, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and what the first kernel writes: parts and the logarithms of their sums, or,
+    with one part, the result itself."""
+    num_rows, num_heads, _ = queries.shape
+    out = queries.new_empty(num_rows, num_heads, latent_rank)
+    if num_splits == 1:
+        return out, out, out
+    shape = (num_rows, num_splits, num_heads)
+    parts = queries.new_empty(*shape, latent_rank, dtype=torch.float32)
+    return out, parts, queries.new_empty(*shape, dtype=torch.float32)
 
 
 def combine(parts: Tensor, log_sums: Tensor, out: Tensor) -> None:
@@ -287,6 +293,15 @@ def padded(width: int) -> int:
     return max(MIN_DOT, next_power_of_2(width))
 
 
+def splits_of(tile: MlaTile, queries: Tensor, ragged: Ragged, selected: Tensor | None) -> int:
+    """Into how many parts to split the keys of a call's rows."""
+    most_keys = ragged.page_table.shape[1] * PAGE_TOKENS
+    if selected is not None:
+        most_keys = min(most_keys, selected.shape[1])
+    num_rows, num_heads, _ = queries.shape
+    return splits_for(tile, num_rows, num_heads, most_keys, cores_of(queries.device))
+
+
 @functools.cache
 def _tell_once(reason: str) -> None:
     _log.warning("Attention runs on plain torch, many times slower: %s.", reason)
@@ -304,14 +319,11 @@ def run(
     if queries.dtype != torch.bfloat16:
         _tell_once(f"activations are {str(queries.dtype).removeprefix('torch.')} and not bfloat16")
         return reference.run(queries, pool, ragged, selected, scale, latent_rank)
-    num_rows, num_heads, width = queries.shape
+    _, num_heads, width = queries.shape
     capability = torch.cuda.get_device_capability(queries.device)
     wide = padded(latent_rank) + padded(width - latent_rank)
     tile = fitted(tile_for(num_heads, capability), wide, capability)
-    most_keys = ragged.page_table.shape[1] * PAGE_TOKENS
-    if selected is not None:
-        most_keys = min(most_keys, selected.shape[1])
-    splits = splits_for(tile, num_rows, num_heads, most_keys, cores_of(queries.device))
+    splits = splits_of(tile, queries, ragged, selected)
     return attend(queries, pool, ragged, selected, scale, latent_rank, tile, splits)
 
 

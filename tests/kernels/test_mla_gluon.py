@@ -1,0 +1,142 @@
+"""The Hopper kernel of attention without a GPU: its arithmetic run on torch, and compiled."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.compile_helpers import Compiled, compile_launches, ptxas_complaints
+from tests.kernels.mla import MLA, SMALL_CASES, drawn, glm_case, without_host_lengths
+from tests.kernels.torch_gluon import on_torch
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.canary import try_case
+from tetrad.kernels.contract import Case, case
+from tetrad.kernels.experts.tiles import shared_bytes_of
+from tetrad.kernels.mla import gluon as mla_gluon
+from tetrad.kernels.mla import triton as mla_triton
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+NEW_EMPTY: Any = Tensor.new_empty
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernel on torch, in memory full of NaN; add parts up by torch."""
+    kernel = on_torch(mla_gluon, "attend_kernel")
+    monkeypatch.setattr(mla_gluon, "attend_kernel", kernel)
+    monkeypatch.setattr(mla_triton, "combine", combine)
+    monkeypatch.setattr(Tensor, "expand_dims", Tensor.unsqueeze, raising=False)
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+
+
+def poisoned(like: Tensor, *shape: int, **options: Any) -> Tensor:
+    made: Tensor = NEW_EMPTY(like, *shape, **options)
+    return made.fill_(torch.nan)
+
+
+def combine(parts: Tensor, log_sums: Tensor, out: Tensor) -> None:
+    weights = (log_sums * 0.6931471805599453).softmax(1).nan_to_num(0.0).unsqueeze(-1)
+    out.copy_(torch.where(weights > 0, parts, 0.0).mul(weights).sum(1))
+
+
+def backend(splits: int) -> Backend:
+    return Backend("gluon", partial(mla_gluon.attend, num_splits=splits))
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("each", SMALL_CASES, ids=lambda each: each.name)
+def test_case(each: Case, splits: int):
+    (result,) = try_case(MLA, backend(splits), each, torch.float32, CPU)
+    assert result.passes(MLA.contract.tolerance["float32"]), result
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("topk", [0, 400])
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_many_tiles_of_keys_without_host_lengths(splits: int, topk: int):
+    lens = ((1, 450), (1, 3), (1, 449), (1, 0))
+    inputs = drawn(case("long", lens=lens, H=70, C=64, R=64, topk=topk), CPU, torch.float32)
+    if topk:
+        inputs["selected"][0, 10:300:7] = -1
+        inputs["selected"][0, 11] = 450
+    expected = MLA.backends["torch"].run(
+        **inputs | {"selected": inputs["selected"].where(inputs["selected"] < 450, -1)}
+        if topk
+        else inputs
+    )
+    found = backend(splits).run(**without_host_lengths(inputs))
+    torch.testing.assert_close(found, expected)
+
+
+def compiled(
+    topk: int, splits: int, folder: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int = 2
+) -> list[Compiled]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    inputs = drawn(glm_case("compiled", ((1, 70),) * num_rows, topk), CPU, torch.bfloat16)
+    return compile_launches(
+        lambda: mla_gluon.attend(**inputs, num_splits=splits), 90, folder, monkeypatch
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("topk", [0, 2048])
+def test_compiles(topk: int, splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """wgmma on shared memory alone, not one by one; no spill; no atomic; all fits."""
+    attend = compiled(topk, splits, tmp_path, monkeypatch)[0]
+    products = re.findall(r"wgmma\.mma_async\.\S*?(m64n\d+)k16\S+\s+\{[^}]*\},\s*(\S)", attend.ptx)
+    assert {(shape, operand) for shape, operand in products} == {("m64n32", "%"), ("m64n256", "%")}
+    assert len(products) == (512 + 64) // 16 + 64 // 16
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", attend.ptx)) == {"0"}
+    assert not ptxas_complaints(attend, tmp_path)
+    assert attend.stack_bytes == 0
+    assert attend.shared_bytes <= shared_bytes_of((9, 0))
+    assert not re.search(r"\b(atom|red)\.", attend.ptx)
+
+
+@pytest.mark.parametrize("topk", [0, 2048])
+def test_warps_meet_where_they_share(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Copied keys are fenced, then all meet, before the next copies start and products read;
+    weights are fenced, then all meet, before they are read."""
+    ptx = compiled(topk, 1, tmp_path, monkeypatch)[0].ptx
+    start = ptx.index("cp.async.wait_group")
+    loop = ptx[start : ptx.index("bra", ptx.index("m64n256k16", start))]
+    order = re.findall(
+        r"cp\.async\.wait_group|fence\.proxy\.async|bar\.sync|cp\.async\.cg|"
+        r"m64n32k16|m64n256k16|stmatrix|wgmma\.wait_group",
+        loop,
+    )
+    steps = [step for step, _ in groupby(order)]
+    scores, values = " ".join(steps).split("stmatrix")
+    assert re.search(r"fence\.proxy\.async bar\.sync cp\.async\.cg .*m64n32k16", scores)
+    assert values.startswith(" fence.proxy.async bar.sync m64n256k16 wgmma.wait_group")
+
+
+def test_a_kernel_compiles_once_for_all_step_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    texts = {
+        tuple(kernel.ptx for kernel in compiled(2048, 3, tmp_path, monkeypatch, num_rows))
+        for num_rows in (2, 3, 16)
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(("heads", "width"), [(8, 576), (32, 576), (64, 320)])
+def test_what_it_is_not_made_for_is_left_to_triton(
+    heads: int, width: int, monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+    monkeypatch.setattr(mla_triton, "run", lambda *arguments: seen.append(arguments))
+    inputs = drawn(
+        case("other", lens=((1, 2),), H=heads, C=width - 64, R=64, topk=0), CPU, torch.bfloat16
+    )
+    mla_gluon.run(**inputs)
+    assert len(seen) == 1

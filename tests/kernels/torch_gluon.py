@@ -1,0 +1,144 @@
+"""Runs a Gluon kernel on torch, program by program: Gluon has no interpreter.
+
+Layouts are ignored, bf16 is fp32, and copies are done when they are started: so it shows wrong
+addresses, masks and sums, but no race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Value = Tensor | int | float
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Addresses in a flat tensor."""
+
+    base: Tensor
+    offset: Value = 0
+
+    def __add__(self, more: Value) -> Pointer:
+        return Pointer(self.base, self.offset + more)
+
+    def expand_dims(self, axis: int) -> Pointer:
+        return Pointer(self.base, torch.as_tensor(self.offset).unsqueeze(axis))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A buffer in shared memory; full of NaN at first."""
+
+    data: Tensor
+
+    def index(self, which: int) -> Shared:
+        return Shared(self.data[int(which)])
+
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+    def load(self, _layout: object) -> Tensor:
+        return self.data
+
+
+def load(pointer: Pointer, mask: Value = True, other: Value = torch.nan) -> Tensor:
+    offset, is_read = torch.broadcast_tensors(
+        torch.as_tensor(pointer.offset), torch.as_tensor(mask)
+    )
+    assert not (is_read & (offset < 0)).any()
+    found = pointer.base[torch.where(is_read, offset, 0).long()]
+    return torch.where(is_read, found, torch.as_tensor(other, dtype=found.dtype))
+
+
+def store(pointer: Pointer, value: Value, mask: Value = True) -> None:
+    offset, values, is_written = torch.broadcast_tensors(
+        torch.as_tensor(pointer.offset), torch.as_tensor(value), torch.as_tensor(mask)
+    )
+    assert not (is_written & (offset < 0)).any()
+    pointer.base[offset[is_written].long()] = values[is_written].to(pointer.base.dtype)
+
+
+def start_copy(target: Shared, pointer: Pointer, mask: Value = True) -> None:
+    target.store(load(pointer, mask, 0.0))
+
+
+def product(a: Shared, b: Shared, acc: Tensor, is_async: bool = False) -> Tensor:
+    assert is_async
+    return acc + a.data @ b.data
+
+
+def language(program: int) -> SimpleNamespace:
+    """What kernels call `gl`."""
+
+    def nothing(*_arguments: object) -> None:
+        return None
+
+    return SimpleNamespace(
+        constexpr=object, bfloat16=torch.float32, float32=torch.float32,
+        int32=torch.int32, int64=torch.int64,
+        BlockedLayout=nothing, SliceLayout=nothing, NVMMADistributedLayout=nothing,
+        NVMMASharedLayout=nothing,
+        program_id=lambda _axis: torch.tensor(program),
+        arange=lambda first, end, layout: torch.arange(first, end),
+        zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, _layout: torch.full(shape, value, dtype=dtype),
+        allocate_shared_memory=lambda _dtype, shape, _layout: Shared(torch.full(shape, torch.nan)),
+        convert_layout=lambda value, _layout: value,
+        cdiv=lambda size, part: (size + part - 1) // part,
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        where=torch.where, exp2=torch.exp2, log2=torch.log2, sum=torch.sum, max=torch.amax,
+        load=load, store=store,
+    )  # fmt: skip
+
+
+def nothing_to_wait_for(*_arguments: object) -> None:
+    return None
+
+
+HOPPER = SimpleNamespace(
+    fence_async_shared=nothing_to_wait_for,
+    warpgroup_mma=product,
+    warpgroup_mma_wait=lambda _number, deps: deps[0],
+)
+COPY = SimpleNamespace(wait_group=nothing_to_wait_for, commit_group=nothing_to_wait_for)
+
+
+def on_torch(module: ModuleType, name: str) -> Any:
+    """Stands in for the kernel `name` of `module`: `kernel[grid](...)` runs it here."""
+
+    names = dict(vars(module))
+
+    def run(grid: tuple[int], *arguments: Any, num_warps: int, **constants: Any) -> None:
+        assert num_warps % 4 == 0
+        given = [Pointer(a.view(-1)) if isinstance(a, Tensor) else a for a in arguments]
+        for program in range(*grid):
+            kernel = _plain_functions(names, program)[name]
+            kernel(*given, **constants)
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *arguments, **constants: run(grid, *arguments, **constants)
+
+    return Kernel()
+
+
+def _plain_functions(names: dict[str, Any], program: int) -> dict[str, Any]:
+    """A module's globals, with its kernels as Python functions."""
+    found = names | {
+        "gl": language(program), "hopper": HOPPER, "copy": COPY, "start_copy": start_copy,
+        "barrier": nothing_to_wait_for,
+    }  # fmt: skip
+    kernels = {name: value for name, value in found.items() if hasattr(value, "arg_names")}
+    for name, value in kernels.items():
+        found[name] = FunctionType(value.fn.__code__, found)
+    return found
