@@ -121,8 +121,17 @@ class InputBuilder:
         """Write a step of single tokens, at most B of them, into `inputs`."""
         num_real = len(plan.sequences)
         works = (*plan.sequences, *[inputs.padding] * (inputs.size - num_real))
-        kv_lens = array("i", [work.num_kv_tokens for work in works])
-        longs = array("q", [*_token_columns(works, previous.rows), num_real])
+        token_ids = [
+            -1 - previous.rows[work.rid] if work.token_ids[0] == PENDING else work.token_ids[0]
+            for work in works
+        ]
+        positions = [work.start for work in works]
+        slots = [
+            work.pages[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS
+            for work, at in zip(works, positions, strict=True)
+        ]
+        longs = array("q", [*token_ids, *positions, *slots, num_real])
+        kv_lens = array("i", [at + 1 for at in positions])
         pages = self._page_table.read(works, pages_for(max(kv_lens)))
         inputs.fill(longs, kv_lens, pages, previous)
 

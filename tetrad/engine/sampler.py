@@ -106,6 +106,8 @@ class Sampler:
 
 def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> None:
     """Change `logits` [R, V] in place as each request asks; who asks nothing costs nothing."""
+    if not any(w.banned_ids or w.history_ids or w.params.logit_bias for w in works):
+        return
     device = logits.device
     if cells := _cells(works, lambda work: work.params.logit_bias):
         where, bias = _on(device, cells)

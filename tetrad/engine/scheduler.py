@@ -163,6 +163,8 @@ class Scheduler:
 
     def not_finite(self, result: StepResult) -> set[str]:
         """Requests whose logits in the oldest step were not finite and that may begin anew."""
+        if all(token.is_finite for token in result.sampled):
+            return set()
         sampling = [(sequence, work) for sequence, work in self._planned[0] if work.sample]
         return {
             token.rid
@@ -283,7 +285,8 @@ class Scheduler:
             return self._fail(sequence, work)
         sequence.token_ids.append(token.token_id)
         self.counters.generated_tokens += 1
-        self._keep_full_pages(sequence, work)
+        if work.num_kv_tokens >= (sequence.num_kept + 1) * PAGE_TOKENS:
+            self._keep_full_pages(sequence, work)
         finish = _finish(sequence, token.token_id)
         if finish:
             self._retire(sequence)
@@ -320,16 +323,14 @@ class Scheduler:
 def _plan(sequence: Sequence, budget: int, planned: Planned) -> int:
     """Add what it can compute within the budget; returns how many tokens that are."""
     start = sequence.num_computed
-    end = min(start + budget, sequence.num_total)
-    known = tuple(sequence.token_ids[start:end])
-    is_caught_up = end == sequence.num_total
-    work = SequenceWork(
-        rid=sequence.request.rid,
-        token_ids=(*known, *[PENDING] * (end - start - len(known))),
-        start=start,
-        pages=sequence.pages,
-        sample=sequence.sample_work() if is_caught_up else None,
-    )
+    total = sequence.num_total
+    end = min(start + budget, total)
+    token_ids = tuple(sequence.token_ids[start:end])
+    if len(token_ids) < end - start:
+        token_ids += (PENDING,)
+    is_caught_up = end == total
+    sample = sequence.sample_work() if is_caught_up else None
+    work = SequenceWork(sequence.request.rid, token_ids, start, sequence.pages, sample)
     sequence.num_computed = end
     sequence.num_pending += is_caught_up
     planned.append((sequence, work))
@@ -339,7 +340,7 @@ def _plan(sequence: Sequence, budget: int, planned: Planned) -> int:
 def _finish(sequence: Sequence, token_id: int) -> Finish | None:
     if token_id in sequence.end_ids:
         return Finish("stop", matched_token=token_id)
-    if sequence.num_generated >= sequence.request.sampling.max_new_tokens:
+    if len(sequence.token_ids) >= sequence.most_tokens:
         return Finish("length")
     return None
 

@@ -34,10 +34,15 @@ class Sequence:
     num_retries: int = 0
     """How often it began anew since its logits were not finite."""
     needs_history: bool = field(init=False)
+    num_prompt: int = field(init=False)
+    most_tokens: int = field(init=False)
+    """Prompt and output at its limit."""
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.request.prompt_ids)
         sampling = self.request.sampling
+        self.num_prompt = len(self.request.prompt_ids)
+        self.most_tokens = self.num_prompt + sampling.max_new_tokens
         self.needs_history = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0
@@ -45,16 +50,12 @@ class Sequence:
         )
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
     def num_known(self) -> int:
         return len(self.token_ids)
 
     @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_ids)
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def num_total(self) -> int:
@@ -64,7 +65,7 @@ class Sequence:
     @property
     def is_spent(self) -> bool:
         """Do the pending tokens bring it to its limit? Then there is nothing left to plan."""
-        return self.num_generated + self.num_pending >= self.request.sampling.max_new_tokens
+        return len(self.token_ids) + self.num_pending >= self.most_tokens
 
     @property
     def num_slots(self) -> int:
