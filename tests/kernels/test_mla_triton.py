@@ -20,7 +20,16 @@ from tests.kernels.mla import drawn, glm_case
 from tetrad.core.errors import UnsupportedError
 from tetrad.kernels.experts.tiles import shared_bytes_of
 from tetrad.kernels.mla import triton as mla_triton
-from tetrad.kernels.mla.tiles import MIDDLE, NARROW, WIDE, MlaTile, fitted, splits_for, tile_for
+from tetrad.kernels.mla.tiles import (
+    HOPPER_NARROW,
+    MIDDLE,
+    NARROW,
+    WIDE,
+    MlaTile,
+    fitted,
+    splits_for,
+    tile_for,
+)
 from tetrad.kernels.triton_support import triton
 
 pytest.importorskip("triton")
@@ -140,6 +149,11 @@ def test_wide_keys_come_in_smaller_tiles_and_the_widest_are_refused():
 def test_splits_of_a_decode_fill_the_gpu(num_rows: int, splits: int):
     """GLM-5 on an H200: 64 heads, 2048 keys."""
     assert splits_for(WIDE, num_rows, 64, 2048, H200_CORES) == splits
+
+
+@pytest.mark.parametrize(("num_rows", "splits"), [(32, 8), (64, 4), (256, 1)])
+def test_eight_heads_leave_room_for_two_programs(num_rows: int, splits: int):
+    assert splits_for(HOPPER_NARROW, num_rows, 8, 2048, H200_CORES) == splits
 
 
 def test_short_contexts_and_small_gpus_do_not_split():

@@ -59,15 +59,12 @@ def _seen_by(
 
 @jit()
 def _reach(chosen, seen, TOPK: gl.constexpr, TOPK_PADDED: gl.constexpr):
-    """Entries up to the last that names a key. It also brings a selection near, before the loop
-    asks for it a tile at a time."""
-    num_keys = seen
-    if TOPK > 0:
-        VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-        entry = gl.arange(0, TOPK_PADDED, layout=VECTOR)
-        position = gl.load(chosen + entry, mask=entry < TOPK, other=-1)
-        num_keys = gl.max(gl.where((position >= 0) & (position < seen), entry + 1, 0), 0)
-    return num_keys
+    """Entries of a selection up to the last that names a key. It also brings the selection near,
+    before the loop asks for it a tile at a time."""
+    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+    entry = gl.arange(0, TOPK_PADDED, layout=VECTOR)
+    position = gl.load(chosen + entry, mask=entry < TOPK, other=-1)
+    return gl.max(gl.where((position >= 0) & (position < seen), entry + 1, 0), 0)
 
 
 @jit()
@@ -153,10 +150,10 @@ def _buffers(BH: gl.constexpr, BT: gl.constexpr, C: gl.constexpr, R: gl.constexp
 
 
 @jit()
-def _part_of(num_keys, split, num_splits, BT: gl.constexpr):
+def _part_of(num_entries, split, num_splits, BT: gl.constexpr):
     """First entry of a part, and the one behind its last."""
-    each = gl.cdiv(gl.cdiv(num_keys, BT), num_splits) * BT
-    return split * each, gl.minimum(split * each + each, num_keys)
+    each = gl.cdiv(gl.cdiv(num_entries, BT), num_splits) * BT
+    return split * each, gl.minimum(split * each + each, num_entries)
 
 
 @jit(
@@ -179,8 +176,7 @@ def attend_kernel(
         row, query_start, kv_lens, page_table, page_stride, num_sequences, ONE_EACH
     )
     chosen = selected + row.to(gl.int64) * TOPK
-    num_keys = _reach(chosen, seen, TOPK, TOPK_PADDED)
-    first_key, end_key = _part_of(num_keys, part % num_splits, num_splits, BT)
+    first_key, end_key = _part_of(seen if TOPK == 0 else TOPK, part % num_splits, num_splits, BT)
     q_latent, q_rotary, k_latent, k_rotary, weights = _buffers(BH, BT, C, R)
     key = gl.arange(0, BT, layout=gl.SliceLayout(1, KEYS))
     position = _positions(chosen, first_key + key, end_key, seen, TOPK)
@@ -189,6 +185,8 @@ def attend_kernel(
     position = _positions(chosen, first_key + BT + key, end_key, seen, TOPK)
     _load_queries(queries, row, first_head, q_latent, q_rotary, H, C, R, BH, KEYS)
     page = _pages(pages, position, PAGE)
+    if TOPK > 0:
+        end_key = gl.minimum(end_key, _reach(chosen, seen, TOPK, TOPK_PADDED))
 
     largest = gl.full([BH], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([BH, BT], gl.float32, SCORES)

@@ -32,6 +32,8 @@ class MlaTile:
     stages: int
     """Steps in flight between memory and the tensor cores."""
     warps: int = 8
+    per_core: int = 1
+    """Programs that a multiprocessor holds at once."""
 
     def shared_bytes(self, width: int) -> int:
         """Shared memory that Triton takes at most for keys of `width` 16-bit numbers, padded.
@@ -47,15 +49,16 @@ WIDE = MlaTile(heads=64, keys=64, stages=2)
 """Hopper's: queries and two tiles of keys, 576 wide, fill its shared memory."""
 MIDDLE = MlaTile(heads=32, keys=32, stages=2)
 NARROW = MlaTile(heads=16, keys=32, stages=3)
+HOPPER_NARROW = MlaTile(heads=16, keys=64, stages=2, per_core=2)
+"""As many bytes under way as WIDE has."""
 
 
 def tile_for(num_heads: int, capability: Capability) -> MlaTile:
     """The tile for so many heads."""
+    is_hopper = capability[0] == HOPPER
     if num_heads <= NARROW.heads:
-        return NARROW
-    if num_heads <= MIDDLE.heads or capability[0] != HOPPER:
-        return MIDDLE
-    return WIDE
+        return HOPPER_NARROW if is_hopper else NARROW
+    return WIDE if is_hopper and num_heads > MIDDLE.heads else MIDDLE
 
 
 def fitted(tile: MlaTile, width: int, capability: Capability) -> MlaTile:
@@ -87,7 +90,7 @@ def splits_for(tile: MlaTile, num_rows: int, num_heads: int, most_keys: int, cor
     tiles = max(1, cdiv(most_keys, tile.keys))
 
     def cost(splits: int) -> float:
-        alone = cdiv(programs * splits, cores) * (cdiv(tiles, splits) + START_TILES)
+        alone = cdiv(programs * splits, cores * tile.per_core) * (cdiv(tiles, splits) + START_TILES)
         return alone + (COMBINE_TILES + PART_TILES * programs * splits if splits > 1 else 0.0)
 
     return min(range(1, min(MOST_SPLITS, tiles) + 1), key=cost)

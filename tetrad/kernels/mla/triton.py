@@ -36,7 +36,8 @@ SEARCHED = constexpr(128)
 """Sequences that the search for a row's own looks at together."""
 MIN_DOT = 16
 """The smallest edge of a product."""
-COMBINED_COLUMNS = 128
+COMBINED_NUMBERS = 4096
+"""How many numbers one program adds up."""
 
 
 @jit()
@@ -275,15 +276,17 @@ def outputs(queries: Tensor, latent_rank: int, num_splits: int) -> tuple[Tensor,
 def combine(parts: Tensor, log_sums: Tensor, out: Tensor) -> None:
     """Add up parts [T, splits, H, C]."""
     num_rows, num_splits, num_heads, rank = parts.shape
-    combine_kernel[(num_rows * num_heads, cdiv(rank, COMBINED_COLUMNS))](
+    splits = next_power_of_2(num_splits)
+    columns = min(next_power_of_2(rank), COMBINED_NUMBERS // splits)
+    combine_kernel[(num_rows * num_heads, cdiv(rank, columns))](
         parts,
         log_sums,
         out,
         num_splits,
         H=num_heads,
         C=rank,
-        SPLITS_PADDED=next_power_of_2(num_splits),
-        COLUMNS=COMBINED_COLUMNS,
+        SPLITS_PADDED=splits,
+        COLUMNS=columns,
         num_warps=4,
     )
 
