@@ -146,6 +146,17 @@ def test_a_chunk_of_a_prompt():
     assert batch.slots.tolist() == [page * 64 + place for page in pages for place in range(6, 36)]
 
 
+def test_a_stage_of_a_pipeline():
+    """The first sees no logits, the last no token ids; each has its half of the layers."""
+    first, last = (rows(plan(ranks=replace(EIGHT, pp=2, rank=rank)))[0] for rank in (0, 8))
+    assert (first.num_layers, last.num_layers) == (3, 3)
+    assert ("head", "linear") not in {(op.part, op.op) for op in first.ops}
+    assert ("dense", "linear") not in {(op.part, op.op) for op in last.ops}
+    assert "receive" not in first.link_bytes
+    assert last.link_bytes["receive"] == 2 * ARCH.hidden * 4
+    assert [(op.part, op.op) for op in first.ops if op.limit_us and op.us is None] == []
+
+
 def launches(*names: str) -> list[tuple[str, float]]:
     return [(name, 1.0) for name in names]
 

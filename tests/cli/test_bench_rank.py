@@ -46,7 +46,7 @@ def test_records_are_lines_of_json(tetrad, tmp_path: Path):
     ("arguments", "sentence"),
     [
         (("--ranks", "dp=8"), "--ranks dp=8: there is no 'dp', only tp, ep, pp, attn_dp, rank"),
-        (("--ranks", "tp=2,pp=2"), "pp=1 with --num-layers runs as many layers as a stage has"),
+        (("--ranks", "tp=2,pp=3,rank=3"), "stage 1 would begin with layer 2"),
         (("--ranks", "tp=2,rank=5"), "the layout has 2 ranks"),
         (("--batch", "8,x"), "--batch 8,x: whole numbers from 1 on"),
         (("--batch", ""), "at least one batch was expected"),

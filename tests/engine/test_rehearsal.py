@@ -72,7 +72,7 @@ def test_a_rehearsal_says_that_its_text_means_nothing(config_json: Path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"rehearse": "tp=2,pp=2"}, "--rehearse pp=2: a stage of a pipeline"),
+        ({"rehearse": "tp=2,pp=3"}, "--rehearse pp=3: a stage of a pipeline gives no tokens"),
         ({"rehearse": "tp=3"}, "--rehearse: 4 attention heads cannot be dealt to 3 ranks"),
         ({"num_layers": 1}, "2 is the fewest with experts"),
         ({"model": Path("glm-55")}, "there is glm-5. Did you mean 'glm-5'"),

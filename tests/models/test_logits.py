@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.models import oracle
 from tests.models.driver import Driver, Step
 from tetrad.kernels.select import resolve_ops
+from tetrad.layers.embedding import Embedding
 from tetrad.models.base import Model
 from tetrad.models.loader import load_model
 
@@ -79,6 +80,7 @@ def test_a_sequence_that_turns_nan_does_not_touch_the_others(
 ):
     """Its keys, its choice of keys and its experts' rows are its own."""
     unused = pair.theirs.config.vocab_size - 1
+    assert isinstance(pair.ours.embed, Embedding)
     table = pair.ours.embed.table.clone()
     table[unused] = torch.nan
     monkeypatch.setattr(pair.ours.embed, "table", table)

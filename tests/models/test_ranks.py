@@ -33,6 +33,7 @@ from tetrad.models.shards import cut_of
 CPU = torch.device("cpu")
 ABACUS = ModelArch.from_folder(embedded_model())
 SCHEDULES = ("indexer_types", "mlp_layer_types", "index_topk_pattern")
+LAST = ((1, 0), (2, 0), (2, 1))
 LAYOUTS = (
     Ranks(tp=2),
     Ranks(tp=2, ep=2),
@@ -40,6 +41,8 @@ LAYOUTS = (
     Ranks(tp=2, ep=2, attn_dp=2),
     Ranks(tp=4, ep=4, attn_dp=2),
     Ranks(tp=4, ep=2, attn_dp=4),
+    Ranks(pp=2),
+    Ranks(tp=2, ep=2, attn_dp=2, pp=2),
 )
 
 
@@ -70,7 +73,7 @@ def test_all_ranks_together_give_the_logits_of_the_whole_model(layout: Ranks):
         assert model.weight_bytes < whole.weight_bytes
         return logits_of(model, of_groups[others.ranks.attn_group])
 
-    for rank, found in enumerate(run_all(layout, program)):
+    for rank, found in enumerate(run_all(layout, program)[-layout.tp :]):
         for mine, right in zip(found, expected[rank // layout.attn_tp], strict=True):
             torch.testing.assert_close(mine, right, rtol=2e-4, atol=2e-4)
 
@@ -213,7 +216,7 @@ def test_what_is_cut_and_how():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("pp=2", "a stage of a pipeline cannot be rehearsed"),
+        ("pp=79", "78 layers do not fill 79 stages"),
         ("tp=2,attn_dp=8", "tp must be a multiple of it; tp=8 works"),
         ("ep=8", "tp must be a multiple of it; tp=8 works"),
         ("tp=2,rank=2", "has 2 ranks, counted from 0; rank=1 is the last"),
@@ -233,6 +236,21 @@ def test_layouts_without_a_program_are_refused(text: str, sentence: str):
 def test_ranks_that_are_none_are_refused(text: str, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         Ranks.parse(text)
+
+
+def test_a_stage_that_needs_anothers_choice_is_refused():
+    """GLM-5's later versions share choices of keys; Abacus does so in layers 2 and 4."""
+    with pytest.raises(ConfigError, match="stage 1 would begin with layer 2"):
+        Ranks.parse("pp=3,rank=1").check_program(ABACUS, "--ranks")
+    Ranks.parse("pp=2,rank=1").check_program(ABACUS, "--ranks")
+
+
+def test_a_stage_holds_its_layers_and_ends():
+    whole, first, last = (Ranks(pp=pp, rank=rank).arch_of(ABACUS) for pp, rank in LAST)
+    assert whole == ABACUS
+    assert (first.first_layer, first.num_layers, first.indexer.full_layers) == (0, 3, (0, 1))
+    assert (last.first_layer, last.num_layers, last.indexer.full_layers) == (3, 3, (0, 2))
+    assert (first.moe.first_dense_layers, last.moe.first_dense_layers) == (1, 0)
 
 
 def test_ranks_read_what_they_write():

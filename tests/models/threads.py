@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,9 +44,20 @@ class ThreadCollectives:
 
     ranks: Ranks
     meeting: Meeting
+    """Of the ranks of one stage."""
+    inboxes: list[queue.Queue[Tensor]]
+    """Of all ranks, for what the stage before hands on."""
 
     def swap(self, value: Any) -> list[Any]:
-        return self.meeting.swap(self.ranks.rank, value)
+        return self.meeting.swap(self.ranks.rank % self.ranks.tp, value)
+
+    def receive(self, num_rows: int) -> Tensor:
+        rows = self.inboxes[self.ranks.rank].get(timeout=60)
+        assert len(rows) == num_rows
+        return rows
+
+    def send(self, hidden: Tensor) -> None:
+        self.inboxes[self.ranks.rank + self.ranks.tp].put(hidden)
 
     def of_groups(self, value: Any) -> list[Any]:
         return self.swap(value)[:: self.ranks.attn_tp]
@@ -84,17 +96,19 @@ class ThreadExchange:
 
 def run_all(layout: Ranks, program: Callable[[ThreadCollectives], Any]) -> list[Any]:
     """What `program` returns on each rank of `layout`."""
-    meeting = Meeting(layout.size)
+    meetings = [Meeting(layout.tp) for _ in range(layout.pp)]
+    inboxes: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(layout.size)]
     results: list[Any] = [None] * layout.size
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         here = Ranks(layout.tp, layout.ep, layout.pp, layout.attn_dp, rank)
         try:
-            results[rank] = program(ThreadCollectives(here, meeting))
+            others = ThreadCollectives(here, meetings[here.stage], inboxes)
+            results[rank] = program(others)
         except BaseException as error:  # noqa: BLE001  # raised again below
             errors.append(error)
-            meeting.barrier.abort()
+            meetings[here.stage].barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(layout.size)]
     for thread in threads:

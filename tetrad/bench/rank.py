@@ -123,7 +123,8 @@ class Stage:
             seed=plan.seed, device=plan.device, dtype=plan.dtype,
         )  # fmt: skip
         self.trace = Trace(plan.device)
-        tell(f"drawing the weights of {plan.arch.num_layers} layers")
+        num_layers = plan.ranks.arch_of(plan.arch).num_layers
+        tell(f"drawing the weights of {num_layers} layers")
         self.watched = self.trace.wrapped(self.ops)
         self.model = _model(plan, self.watched, self.rehearsal)
         self.trace.watch(self.model)
@@ -137,7 +138,10 @@ class Stage:
         )
 
         def call() -> Tensor:
-            ids: Tensor = self.watched.sample(self.model(inputs, self.cache), None)
+            out = self.model(inputs, self.cache)
+            if not plan.ranks.is_last_stage:
+                return out
+            ids: Tensor = self.watched.sample(out, None)
             return ids
 
         # Once before anything counts: kernels are compiled then.
@@ -158,7 +162,7 @@ class Stage:
             **self._about(),
             batch=batch,
             sequences=plan.sequences(batch),
-            cache_bytes=num_pages * KvCache.bytes_per_page(plan.arch, plan.dtype),
+            cache_bytes=num_pages * KvCache.bytes_per_page(self.model.arch, plan.dtype),
             step=step.time,
             link_bytes=step.traffic.num_bytes,
             link_calls=step.traffic.num_calls,
@@ -191,7 +195,7 @@ class Stage:
             "tflops": self.rates.tflops,
             "link_gb_per_s": self.rates.link_gb_per_s,
             "model": plan.model,
-            "num_layers": plan.arch.num_layers,
+            "num_layers": self.model.arch.num_layers,
             "model_layers": plan.model_layers,
             "ranks": str(plan.ranks),
             "dtype": str(plan.dtype).removeprefix("torch."),

@@ -25,7 +25,7 @@ class BenchRankConfig(Config):
     ranks: str = option(
         "tp=1,ep=1,attn_dp=1,rank=0",
         "The layout, and which of its ranks runs: tensor (tp) and expert parallel (ep), groups of "
-        "attention's data parallelism (attn_dp).",
+        "attention's data parallelism (attn_dp), stages (pp).",
         group="What",
     )
     num_layers: int | None = option(

@@ -75,7 +75,7 @@ class Trace:
                 self._cover(layer.attention, "indexer", "indexer")
             self._cover(layer, "attention", "attention")
             self._cover(layer, "mlp", "dense" if isinstance(layer.mlp, Mlp) else "moe")
-        self._cover(model, "head", "head")
+        self._cover(model, "output", "head")
 
     def measure(self, step: Callable[[], object]) -> dict[Label, Spent] | None:
         """Label → the median over some steps; None where launches could not be told apart."""

@@ -125,6 +125,9 @@ class ModelArch:
     indexer: IndexerArch
     moe: MoeArch
     eos_ids: tuple[int, ...]
+    first_layer: int = 0
+    """Of a pipeline's stage: the number that the whole model gives its first layer. Everything here
+    counts layers from 0."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelArch:

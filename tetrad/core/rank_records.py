@@ -63,7 +63,8 @@ class RankTiming(Record):
     dtype: str
     routing: str
     batch: int
-    """Sequences of the whole deployment."""
+    """Sequences of the whole deployment; of a pipeline, those of one step: as many steps as there
+    are stages are under way."""
     sequences: int
     """Of them this rank's."""
     query_len: int

@@ -1,9 +1,10 @@
 """One rank of a layout, as a value: how many ranks share what, and which of them this is.
 
-Sharding as tensor, expert and data parallelism do it. Among the `tp` ranks of a stage, `attn_dp`
-groups attend to sequences of their own; the `attn_tp` ranks of a group split the heads and the
-columns of dense layers and of the shared expert. `ep` deals out whole experts, and splits their
-columns as far as tp is larger. The output head's rows lie over all `tp` ranks.
+Sharding as pipeline, tensor, expert and data parallelism do it. `pp` stages hold layers one after
+the other, with `tp` ranks each. Among these `attn_dp` groups attend to sequences of their own; the
+`attn_tp` ranks of a group split the heads and the columns of dense layers and of the shared expert.
+`ep` deals out whole experts, and splits their columns as far as tp is larger. The output head's
+rows lie over all `tp` ranks of the last stage.
 """
 
 from __future__ import annotations
@@ -52,6 +53,25 @@ class Ranks:
         return self.tp * self.pp
 
     @property
+    def stage(self) -> int:
+        """Which stage of the pipeline."""
+        return self.rank // self.tp
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Does the rank see token ids?"""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Does the rank see logits?"""
+        return self.stage == self.pp - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Those of its stage."""
+        return range(num_layers * self.stage // self.pp, num_layers * (self.stage + 1) // self.pp)
+
+    @property
     def attn_tp(self) -> int:
         """Ranks that share a head's layer: one group of attention's data parallelism."""
         return self.tp // self.attn_dp
@@ -83,16 +103,28 @@ class Ranks:
         return range(first, first + local)
 
     def arch_of(self, arch: ModelArch) -> ModelArch:
-        """The rank's share of the model's widths. Experts and vocabulary keep their number, since
+        """The rank's share of layers and widths. Experts and vocabulary keep their number, since
         routing and token ids are everybody's."""
+        layers = self.layers(arch.num_layers)
+        full = (layer for layer in arch.indexer.full_layers if layer in layers)
         moe = replace(
             arch.moe,
+            first_dense_layers=max(0, arch.moe.first_dense_layers - layers.start),
             intermediate=arch.moe.intermediate // self.expert_tp,
             shared_intermediate=arch.moe.shared_intermediate // self.attn_tp,
         )
         mla = replace(arch.mla, num_heads=arch.mla.num_heads // self.attn_tp)
-        dense = arch.dense_intermediate // self.attn_tp
-        return replace(arch, mla=mla, moe=moe, dense_intermediate=dense)
+        return replace(
+            arch,
+            num_layers=len(layers),
+            first_layer=arch.first_layer + layers.start,
+            mla=mla,
+            moe=moe,
+            indexer=replace(
+                arch.indexer, full_layers=tuple(layer - layers.start for layer in full)
+            ),
+            dense_intermediate=arch.dense_intermediate // self.attn_tp,
+        )
 
     def check(self, arch: ModelArch, flag: str = "--ranks") -> None:
         """Raise ConfigError when they do not divide the model."""
@@ -109,11 +141,6 @@ class Ranks:
 
     def check_program(self, arch: ModelArch, flag: str) -> None:
         """Raise ConfigError where there is no program of one rank for this layout and model."""
-        if self.pp > 1:
-            raise ConfigError(
-                f"{flag} pp={self.pp}: a stage of a pipeline cannot be rehearsed in this version; "
-                "pp=1 with --num-layers runs as many layers as a stage has."
-            )
         for name in ("ep", "attn_dp"):
             number = getattr(self, name)
             if self.tp % number:
@@ -127,6 +154,16 @@ class Ranks:
                 f"rank={self.size - 1} is the last."
             )
         self.check(arch, flag)
+        if self.pp > arch.num_layers:
+            raise ConfigError(
+                f"{flag} pp={self.pp}: {arch.num_layers} layers do not fill {self.pp} stages."
+            )
+        first = self.layers(arch.num_layers).start
+        if first not in arch.indexer.full_layers:
+            raise ConfigError(
+                f"{flag} pp={self.pp}: stage {self.stage} would begin with layer {first}, which "
+                "reads the keys that a layer before it chose; another pp may cut elsewhere."
+            )
         if arch.vocab % self.tp:
             raise ConfigError(
                 f"{flag}: {arch.vocab:,} rows of the output head cannot be dealt to "

@@ -48,6 +48,14 @@ class Collectives(Protocol):
         """Logits of all groups' rows for this rank's tokens [N, V / tp] to the own rows' [n, V]."""
         ...
 
+    def receive(self, num_rows: int) -> Tensor:
+        """Hidden states [n, D] of the step's rows from the stage before."""
+        ...
+
+    def send(self, hidden: Tensor) -> None:
+        """Hidden states [n, D] of the step's rows to the stage behind."""
+        ...
+
 
 class Solo:
     """One rank that holds everything: nothing to say, nobody to hear."""
@@ -69,3 +77,11 @@ class Solo:
     def join_vocab(self, logits: Tensor) -> Tensor:
         """logits."""
         return logits
+
+    def receive(self, num_rows: int) -> Tensor:
+        """Never asked for: there is one stage."""
+        raise NotImplementedError
+
+    def send(self, hidden: Tensor) -> None:
+        """Never asked for: there is one stage."""
+        raise NotImplementedError

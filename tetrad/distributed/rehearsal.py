@@ -66,6 +66,12 @@ class Rehearsal:
         )
         self._rows = rows.to(dtype)
         """Others' first, as large as a norm leaves them; then the own."""
+        num_received = 0 if ranks.is_first_stage else most_rows
+        received = torch.randn(
+            num_received, arch.hidden, generator=self._generator(), device=device
+        )
+        self._received = received.to(dtype)
+        """What the stage before leaves of each row."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x: the others' parts are missing from the sum."""
@@ -97,6 +103,15 @@ class Rehearsal:
         joined = parts.reshape(num_rows, ranks.attn_dp * width).repeat(1, ranks.attn_tp)
         self.traffic.add("join_vocab", joined.nbytes * (ranks.tp - 1) / ranks.tp)
         return joined
+
+    def receive(self, num_rows: int) -> Tensor:
+        """Drawn rows."""
+        rows = self._received[:num_rows]
+        self.traffic.add("receive", rows.nbytes)
+        return rows
+
+    def send(self, hidden: Tensor) -> None:
+        """Nowhere; priced where it is received."""
 
     def with_own(self, buffer: Tensor, own: Tensor) -> Tensor:
         """A view of `buffer`: others' rows, then `own`, which are copied into it."""

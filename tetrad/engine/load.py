@@ -168,6 +168,11 @@ def _others(
     if ranks is None:
         return Solo()
     ranks.check_program(arch, "--rehearse")
+    if ranks.pp > 1:
+        raise ConfigError(
+            f"--rehearse pp={ranks.pp}: a stage of a pipeline gives no tokens to serve; tetrad "
+            "bench rank runs one, and pp=1 with --num-layers serves as many layers."
+        )
     return Rehearsal(
         ranks,
         arch,

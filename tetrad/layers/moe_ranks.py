@@ -49,6 +49,6 @@ class ExchangingMoe(Moe):
 def moe_of(arch: ModelArch, source: WeightSource) -> Moe:
     """The block as its rank runs it."""
     ranks = source.others.ranks
-    if ranks.size == 1:
+    if ranks.tp == 1:
         return Moe(arch, source)
     return SplitMoe(arch, source) if ranks.attn_dp == 1 else ExchangingMoe(arch, source)

@@ -13,15 +13,13 @@ from tetrad.core.arch import ModelArch
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.decoder import DecoderLayer
-from tetrad.layers.embedding import Embedding
-from tetrad.layers.linear import Linear
-from tetrad.layers.norm import RmsNorm
 from tetrad.layers.rope import Rope
 from tetrad.layers.source import WeightSource
+from tetrad.layers.stages import beginning_of, end_of
 
 
 class Model(ABC):
-    """A loaded decoder: embedding, L layers, norm, head. Calling it computes one step."""
+    """A loaded decoder: embedding, L layers, norm and head. Calling it computes one step."""
 
     def __init__(self, arch: ModelArch, source: WeightSource) -> None:
         self.arch = arch
@@ -29,23 +27,19 @@ class Model(ABC):
         self.checkpoint_notes: tuple[str, ...] = ()
         """Sentences a person should see, such as where a checkpoint contradicts its metadata."""
         inner = source.at("model")
-        self.embed = Embedding(inner, "embed_tokens", arch.vocab, arch.hidden)
-        self.rope = Rope(arch.rope, self.embed.table.device)
+        self.embed = beginning_of(arch, source)
         self.layers = [
-            DecoderLayer(arch, layer, inner.at(f"layers.{layer}"))
+            DecoderLayer(arch, layer, inner.at(f"layers.{arch.first_layer + layer}"))
             for layer in range(arch.num_layers)
         ]
-        self.norm = RmsNorm(inner, "norm", arch.hidden, arch.norm_eps)
-        self.others = source.others
-        rows = arch.vocab // self.others.ranks.tp
-        self.head = Linear(source, "lm_head", rows, arch.hidden)
+        self.rope = Rope(arch.rope, self.layers[0].attention_norm.weight.device)
+        self.output = end_of(arch, source)
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
-        """Compute a step: write its keys to `cache`, return fp32 logits [R, V]."""
-        hidden = self.forward(batch, cache)
-        rows = self.others.gather_rows(self.norm(hidden[batch.logit_rows]))
-        return self.others.join_vocab(self.head(rows)).float()
+        """Compute a step: write its keys to `cache`, return fp32 logits [R, V]; those of a
+        pipeline's stage that is not the last are its hidden states."""
+        return self.output(self.forward(batch, cache), batch.logit_rows)
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:

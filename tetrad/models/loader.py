@@ -23,7 +23,7 @@ OnProgress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in the checkpoint)."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\..+")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\..+")
 
 
 def load_model(
@@ -54,9 +54,8 @@ def load_model(
 
 
 def _refuse_leftovers(checkpoint: Checkpoint, arch: ModelArch, ranks: Ranks) -> None:
-    held = ranks.held(arch.moe.num_experts)
     left = checkpoint.unread(
-        lambda name: is_ignorable(name, arch) or _is_of_another_rank(name, held)
+        lambda name: is_ignorable(name, arch) or _is_of_another_rank(name, arch, ranks)
     )
     if not left:
         return
@@ -86,6 +85,15 @@ def is_ignorable(name: str, arch: ModelArch) -> bool:
     return layer >= arch.num_layers or is_shared_indexer
 
 
-def _is_of_another_rank(name: str, held: range) -> bool:
-    match = _EXPERT.fullmatch(name)
-    return match is not None and int(match[1]) not in held
+def _is_of_another_rank(name: str, arch: ModelArch, ranks: Ranks) -> bool:
+    if name.startswith("model.embed_tokens."):
+        return not ranks.is_first_stage
+    if name.startswith(("model.norm.", "lm_head.")):
+        return not ranks.is_last_stage
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return False
+    if int(match[1]) not in ranks.layers(arch.num_layers):
+        return True
+    expert = _EXPERT.fullmatch(match[2])
+    return expert is not None and int(expert[1]) not in ranks.held(arch.moe.num_experts)

@@ -92,13 +92,13 @@ def step_calls(arch: ModelArch, ranks: Ranks, load: StepLoad) -> tuple[OpCall, .
     """Every call of a step on one rank of `ranks`, of the model with shapes `arch`."""
     mine = ranks.arch_of(arch)
     listing = _Listing(load)
-    num_dense = min(arch.moe.first_dense_layers, arch.num_layers)
+    num_dense = min(mine.moe.first_dense_layers, mine.num_layers)
     parts: tuple[tuple[int, Callable[..., Iterator[OpCall]]], ...] = (
-        (arch.num_layers, listing.attention),
-        (len(arch.indexer.full_layers), listing.indexer),
+        (mine.num_layers, listing.attention),
+        (len(mine.indexer.full_layers), listing.indexer),
         (num_dense, listing.dense),
-        (arch.num_layers - num_dense, listing.moe),
-        (1, listing.head),
+        (mine.num_layers - num_dense, listing.moe),
+        (int(ranks.is_last_stage), listing.head),
     )
     return tuple(
         replace(call, count=num_layers)

@@ -1,0 +1,61 @@
+"""The two ends of a rank's layers: token ids or what a stage hands on, and logits or the same."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tetrad.core.arch import ModelArch
+from tetrad.layers.embedding import Embedding
+from tetrad.layers.linear import Linear
+from tetrad.layers.norm import RmsNorm
+from tetrad.layers.source import WeightSource
+
+
+class Received:
+    """A later stage's beginning."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.others = source.others
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] to [T, D], which the stage before has computed of them."""
+        return self.others.receive(len(token_ids))
+
+
+class OutputHead:
+    """The last stage's end: norm and logits."""
+
+    def __init__(self, arch: ModelArch, source: WeightSource) -> None:
+        self.others = source.others
+        self.norm = RmsNorm(source.at("model"), "norm", arch.hidden, arch.norm_eps)
+        rows = arch.vocab // self.others.ranks.tp
+        self.linear = Linear(source, "lm_head", rows, arch.hidden)
+
+    def __call__(self, hidden: Tensor, logit_rows: Tensor) -> Tensor:
+        """[T, D] to fp32 logits [R, V]."""
+        rows = self.others.gather_rows(self.norm(hidden[logit_rows]))
+        return self.others.join_vocab(self.linear(rows)).float()
+
+
+class Handover:
+    """An earlier stage's end."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.others = source.others
+
+    def __call__(self, hidden: Tensor, _logit_rows: Tensor) -> Tensor:
+        """[T, D], as it was handed on."""
+        self.others.send(hidden)
+        return hidden
+
+
+def beginning_of(arch: ModelArch, source: WeightSource) -> Embedding | Received:
+    """Of a model, or of the rank's stage."""
+    if source.others.ranks.is_first_stage:
+        return Embedding(source.at("model"), "embed_tokens", arch.vocab, arch.hidden)
+    return Received(source)
+
+
+def end_of(arch: ModelArch, source: WeightSource) -> OutputHead | Handover:
+    """Of a model, or of the rank's stage."""
+    return OutputHead(arch, source) if source.others.ranks.is_last_stage else Handover(source)
