@@ -87,7 +87,7 @@ class FakeModel:
 
 
 def make_runner(plan: GraphPlan | None, recorder: FakeRecorder | None = None) -> Runner:
-    runner = Runner(FakeModel(), None, resolve_ops("cpu").sample, CPU)  # type: ignore[arg-type]
+    runner = Runner(FakeModel(), None, resolve_ops("cpu"), CPU)  # type: ignore[arg-type]
     if plan is not None:
         runner.record_graphs(plan, recorder or FakeRecorder(), lambda _: None)
         model_of(runner).batches.clear()

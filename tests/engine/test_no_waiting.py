@@ -67,7 +67,7 @@ def make_runner(folder: Path, device: str, dtype: torch.dtype) -> Runner:
     ops = without_waiting_ops(resolve_ops(device, dtype=dtype))
     model = load_model(tiny_glm_folder(folder), device=device, dtype=dtype, ops=ops)
     cache = KvCache(ModelArch.from_folder(folder), 16, device, dtype)
-    return Runner(model, cache, ops.sample, torch.device(device))
+    return Runner(model, cache, ops, torch.device(device))
 
 
 def work(rid: str, num_tokens: int, start: int, page: int, **params: Any) -> SequenceWork:

@@ -16,7 +16,7 @@ from tetrad.engine.sampler import Sampler, apply_rules
 from tetrad.kernels.select import resolve_ops
 
 VOCAB = 12
-SAMPLER = Sampler(resolve_ops("cpu").sample)
+SAMPLER = Sampler(resolve_ops("cpu"))
 
 
 def make_work(

@@ -19,6 +19,7 @@ GLUE_OPS = (
     "sort_tokens",
     "reduce_experts",
     "store_latent",
+    "finite_rows",
     "sample",
 )
 
@@ -83,6 +84,7 @@ def glm_case(name: str, num_tokens: int) -> Case:
         },
         "reduce_experts": {"K": 8, "D": 6144, "shared": True, "residual": True, "dropped": 0.1},
         "store_latent": {"P": 80, "A": 512, "B": 64},
+        "finite_rows": {"R": num_tokens, "V": 154880, "spoiled": False},
         "sample": {"R": num_tokens, "V": 154880, "rules": False},
     }
     return case(f"{name} of {num_tokens}", T=num_tokens, **values[name])

@@ -68,7 +68,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         say(EngineProgress("note", note))
     layout, use = _lay_out_cache(config, model, device, dtype)
     say(EngineProgress("cache", layout.sentence))
-    runner = Runner(model, _make_cache(arch, layout, device, dtype), ops.sample, device)
+    runner = Runner(model, _make_cache(arch, layout, device, dtype), ops, device)
     prepared = _prepare(config, layout, runner, arch, device, say)
     statement = memory_statement(
         config,

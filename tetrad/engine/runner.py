@@ -11,6 +11,7 @@ from tetrad.core.step import StepPlan
 from tetrad.engine.graphs import DecodeGraphs, GraphPlan, Recorder
 from tetrad.engine.inputs import NOTHING, InputBuilder, Sampled
 from tetrad.engine.sampler import Draws, Sampler
+from tetrad.kernels.select import OpSet
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 
@@ -25,7 +26,7 @@ class Runner:
         self,
         model: ModelCall,
         cache: KvCache,
-        sample_op: Callable[..., Tensor],
+        ops: OpSet,
         device: torch.device,
     ) -> None:
         self.model = model
@@ -33,7 +34,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self._device = device
         self._inputs = InputBuilder(device)
-        self._sampler = Sampler(sample_op)
+        self._sampler = Sampler(ops)
         self._previous = NOTHING
 
     def record_graphs(

@@ -17,6 +17,7 @@ from tetrad.core.request import SamplingParams, TokenLogprob
 from tetrad.core.step import SampledToken, SampleWork, StepResult
 from tetrad.engine.philox import uniform
 from tetrad.engine.transfer import Fetch, to_device
+from tetrad.kernels.select import OpSet
 
 MIN_TEMPERATURE = 1e-5
 """Below this a request is greedy: dividing by less overflows float32."""
@@ -56,17 +57,17 @@ class Draws:
 
 
 class Sampler:
-    """Chooses one token for each row. `sample_op` is the chosen backend of the `sample` op."""
+    """Chooses one token for each row, with the ops `sample` and `finite_rows` of `ops`."""
 
-    def __init__(self, sample_op: Callable[..., Tensor]) -> None:
-        self._sample_op = sample_op
+    def __init__(self, ops: OpSet) -> None:
+        self._sample_op: Callable[..., Tensor] = ops.sample
+        self._finite_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = ops.finite_rows
 
     def __call__(self, logits: Tensor, rids: Sequence[str], works: Sequence[SampleWork]) -> Draws:
         """`logits` [R, V] fp32, one row for each of `rids` and `works`; overwritten."""
         if not works:
             return Draws(logits.new_empty(0, dtype=torch.int64), rids, (), {})
-        is_finite = logits.isfinite().all(dim=1)
-        logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
+        logits, is_finite = self._finite_rows(logits)
         counts = {
             row: work.params.num_logprobs
             for row, work in enumerate(works)
@@ -74,11 +75,11 @@ class Sampler:
         }
         rows = to_device(torch.tensor(list(counts), dtype=torch.int64), logits.device)
         log_probs = logits[rows].log_softmax(dim=1)
-        apply_rules(logits, works)
-        # Whatever a rule made of a row, it must cost that request alone: no op may see a row
-        # without a best token.
-        is_finite &= logits.amax(dim=1).isfinite()
-        logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
+        if apply_rules(logits, works):
+            # Whatever a rule made of a row, it must cost that request alone: no op may see a row
+            # without a best token.
+            is_finite &= logits.amax(dim=1).isfinite()
+            logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
         ids = self._choose(logits, works)
         top = _top_log_probs(log_probs, ids[rows], max(counts.values())) if counts else ()
         return Draws(ids.where(is_finite, -1), rids, top, counts)
@@ -104,10 +105,11 @@ class Sampler:
         return self._sample_op(logits, temperature, top_k, top_p, min_p, draw)
 
 
-def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> None:
-    """Change `logits` [R, V] in place as each request asks; who asks nothing costs nothing."""
+def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> bool:
+    """Change `logits` [R, V] in place as each request asks; who asks nothing costs nothing. False
+    if nobody asked for anything."""
     if not any(w.banned_ids or w.history_ids or w.params.logit_bias for w in works):
-        return
+        return False
     device = logits.device
     if cells := _cells(works, lambda work: work.params.logit_bias):
         where, bias = _on(device, cells)
@@ -122,6 +124,7 @@ def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> None:
     if cells := _cells(works, lambda work: dict.fromkeys(work.banned_ids, -torch.inf)):
         where, lowest = _on(device, cells)
         logits[where] = lowest
+    return True
 
 
 def _temperature(params: SamplingParams) -> float:

@@ -23,6 +23,10 @@ from tetrad.kernels.experts import humming as experts_humming
 from tetrad.kernels.experts import reference as experts_torch
 from tetrad.kernels.experts import triton as experts_triton
 from tetrad.kernels.experts import triton_fp4 as experts_triton_fp4
+from tetrad.kernels.finite_rows import check as finite_rows_check
+from tetrad.kernels.finite_rows import contract as finite_rows
+from tetrad.kernels.finite_rows import reference as finite_rows_torch
+from tetrad.kernels.finite_rows import triton as finite_rows_triton
 from tetrad.kernels.index_score import check as index_score_check
 from tetrad.kernels.index_score import contract as index_score
 from tetrad.kernels.index_score import reference as index_score_torch
@@ -116,6 +120,7 @@ OPS: Mapping[str, Op] = {
         _op(index_score, index_score_check, index_score_triton, index_score_torch),
         _op(index_select, index_select_check, index_select_triton, index_select_torch),
         _op(mla, mla_check, mla_gluon, mla_triton, mla_torch),
+        _op(finite_rows, finite_rows_check, finite_rows_triton, finite_rows_torch),
         _op(sample, sample_check, sample_triton, sample_torch),
     )
 }

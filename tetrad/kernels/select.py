@@ -65,6 +65,7 @@ class OpSet:
     index_score: Backend
     index_select: Backend
     mla: Backend
+    finite_rows: Backend
     sample: Backend
     choices: tuple[OpChoice, ...]
 

@@ -249,6 +249,11 @@ def _mla(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     return [case(name, lens=_lens(load), topk=topk if is_sparse else 0, **values)]
 
 
+def _finite_rows(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    rows = min(load.tokens, MOST_SAMPLED)
+    return [case(f"{rows} rows of {arch.vocab}", R=rows, V=arch.vocab, spoiled=False)]
+
+
 def _sample(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
     rows = min(load.tokens, MOST_SAMPLED)
     return [case(f"{rows} rows of {arch.vocab}", R=rows, V=arch.vocab, rules=False)]
@@ -270,5 +275,6 @@ _RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
     "index_score": _index_score,
     "index_select": _index_select,
     "mla": _mla,
+    "finite_rows": _finite_rows,
     "sample": _sample,
 }
