@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from tests.bench.test_kernels import FixedTimer
-from tetrad.bench import rank
+from tetrad.bench import rank, rank_trace
 from tetrad.bench.rank import RankBench, Stage, op_shares, run, step_batch
 from tetrad.bench.rank_trace import REST, Spent, Trace, spent, stretches
 from tetrad.core.arch import ModelArch
@@ -17,6 +18,7 @@ from tetrad.core.errors import ConfigError
 from tetrad.core.rank_records import OpShare, RankTiming
 from tetrad.core.ranks import Ranks
 from tetrad.data import embedded_model
+from tetrad.kernels.select import resolve_ops
 from tetrad.kernels.timer import timer_for
 from tetrad.roofline.cost import OTHER, OpCall
 from tetrad.roofline.limits import Rates
@@ -174,6 +176,71 @@ def test_launches_are_cut_at_the_marks():
 def test_a_lost_mark_is_noticed():
     """Else every later launch would be counted as its neighbour's."""
     assert spent([("p", "f"), ("p", "g")], stretches(launches("erfinv", "a", "erfinv"))) is None
+
+
+class FakeProfiler:
+    """Lists what was launched while it was on, as the GPU's does."""
+
+    launched: ClassVar[list[str]] = []
+
+    def __init__(self, **_options: Any) -> None:
+        self.launched.clear()
+
+    def __enter__(self) -> FakeProfiler:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Nothing to end."""
+
+    def events(self) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(
+                name=name,
+                device_type=SimpleNamespace(name="CUDA"),
+                time_range=SimpleNamespace(start=place, elapsed_us=lambda: 2.0),
+            )
+            for place, name in enumerate(self.launched)
+        ]
+
+
+def test_a_gpus_launches_belong_to_what_ran_around_them(monkeypatch: pytest.MonkeyPatch):
+    """Every op launches one kernel here, the sampler two; marks count nowhere."""
+    monkeypatch.setattr(rank_trace, "profile", FakeProfiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    launched = FakeProfiler.launched
+    monkeypatch.setattr(torch, "erfinv", lambda _x, out: launched.append("an erfinv kernel"))
+    trace = Trace(CPU)
+    trace.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    plain = resolve_ops("cpu")
+    ops = trace.wrapped(
+        replace(
+            plain,
+            linear=replace(plain.linear, run=lambda *_: launched.append("gemm")),
+            sample=replace(plain.sample, run=lambda *_: launched.extend(["max", "pick"])),
+        )
+    )
+
+    def part() -> None:
+        launched.append("bmm")
+        ops.linear()
+        ops.linear()
+
+    def step() -> None:
+        owner.part()
+        launched.append("add")
+        ops.sample()
+
+    owner = SimpleNamespace(part=part)
+    trace._cover(owner, "part", "attention")
+    found = trace.measure(step)
+    assert found == {
+        (REST, OTHER): Spent(2.0, 1, 0),
+        ("attention", OTHER): Spent(2.0, 1, 0),
+        ("attention", "linear"): Spent(4.0, 2, 2),
+        (REST, "sample"): Spent(4.0, 2, 1),
+    }
+    assert ops.linear() is None
+    assert launched[-1] == "gemm"
 
 
 def test_without_times_there_are_still_limits(monkeypatch: pytest.MonkeyPatch):
