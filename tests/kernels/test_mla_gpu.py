@@ -123,6 +123,8 @@ def test_a_graph_replays_with_other_inputs(run: Run, num_rows: int, topk: int):
     width = max(step["ragged"].page_table.shape[1] for step in steps)
     pool = torch.full_like(max((s["pool"] for s in steps), key=len), torch.nan)
     static = without_host_lengths(steps[0]) | {"pool": pool}
+    for name in ("queries", "selected"):
+        static[name] = None if static[name] is None else static[name].clone()
     tables = static["ragged"]
     table = torch.zeros(num_rows, width, dtype=torch.int32, device=GPU)
     static["ragged"] = Ragged(

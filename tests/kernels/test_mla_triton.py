@@ -16,7 +16,7 @@ from tests.kernels.compile_helpers import (
     compile_launches,
     run_interpreted,
 )
-from tests.kernels.mla import drawn, glm_case
+from tests.kernels.mla import SMALL_CASES, drawn, glm_case
 from tetrad.core.errors import UnsupportedError
 from tetrad.kernels.experts.tiles import shared_bytes_of
 from tetrad.kernels.mla import triton as mla_triton
@@ -94,6 +94,13 @@ def test_compiles_and_fits(
         assert kernel.stack_bytes == 0
         assert kernel.shared_bytes <= 48 << 10
     assert ("wgmma" if tile == WIDE else "mma.sync") in attend.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_width_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for case in SMALL_CASES:
+        inputs = drawn(case, CPU, torch.bfloat16)
+        assert len(compiled(inputs, 2, capability, tmp_path, monkeypatch)[0]) == 2
 
 
 @pytest.mark.parametrize("topk", [0, 2048])

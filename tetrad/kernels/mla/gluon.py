@@ -25,6 +25,9 @@ from tetrad.kernels.triton_support import cdiv, next_power_of_2
 LATENT, ROTARY = 512, 64
 """Widths of the keys that it is written for."""
 WARPS = 8
+FEWEST_HEADS = 17
+"""Fewer fill a tile of `triton.py`, which leaves less of its products empty. Decodes of as few as
+these are bound by the bytes of keys, however full the products."""
 
 
 @jit()
@@ -311,7 +314,7 @@ def run(
     """As `triton.run`, which computes what is not as wide, or of too few heads, here."""
     _, num_heads, width = queries.shape
     is_made_for = (latent_rank, width) == (LATENT, LATENT + ROTARY)
-    if queries.dtype != torch.bfloat16 or not is_made_for or num_heads <= WIDE.heads // 2:
+    if queries.dtype != torch.bfloat16 or not is_made_for or num_heads < FEWEST_HEADS:
         return portable.run(queries, pool, ragged, selected, scale, latent_rank)
     splits = portable.splits_of(WIDE, queries, ragged, selected)
     return attend(queries, pool, ragged, selected, scale, latent_rank, splits)
