@@ -45,6 +45,7 @@ class CudaRecorder:
     def record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """See `Recorder`. A trial run compiles kernels and shows whether a step waits for the
         device, which a graph cannot."""
+        stream = torch.cuda.current_stream(self._device)
         try:
             self._try(step)
             graph = torch.cuda.CUDAGraph()
@@ -57,6 +58,8 @@ class CudaRecorder:
         except RuntimeError as error:
             first_line = str(error).splitlines()[0]
             raise CannotRecordError(f"the step cannot be recorded ({first_line}).") from error
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
         return graph.replay, self._borrow(result)
 
     def free_bytes(self) -> int:

@@ -96,7 +96,7 @@ class NanGuard:
             switch.watch = watch
         self._model.layers[:] = [
             _WatchedLayer(layer, watch, i)  # type: ignore[misc]
-            for i, layer in enumerate(layers)
+            for i, layer in enumerate(layers, self._model.arch.first_layer)
         ]
         try:
             yield
