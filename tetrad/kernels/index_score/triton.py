@@ -123,7 +123,7 @@ def tile_for(num_heads: int, dtype: torch.dtype, is_decode: bool) -> ScoreTile:
     A row each in fp32 too, which tensor cores do not multiply exactly.
     """
     if is_decode or dtype == torch.float32:
-        return ScoreTile(queries=1, stages=4)
+        return ScoreTile(queries=1, stages=2 if dtype == torch.float32 else 4)
     return ScoreTile(max(1, 128 // head_columns(num_heads)), stages=3)
 
 

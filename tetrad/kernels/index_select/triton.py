@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tetrad.kernels.backend import Backend
@@ -61,27 +60,15 @@ def _threshold(stretch, count, TOPK: tl.constexpr, SIZE: tl.constexpr, IS_FIRST:
     return low, kept, tl.sum((key > low).to(tl.int32))
 
 
-@jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["seen"])
-def select_kernel(
-    values, positions, seen, kept_keys, kept_positions, num_columns, row_stride,
+@jit()
+def _keep_best(
+    stretch, positions, first, count, to_keys, to_positions,
     TOPK: tl.constexpr, TOPK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Write the TOPK best of SIZE columns of a row: positions, and keys where not IS_LAST.
-
-    values: fp32 scores [T, num_columns] where IS_FIRST, of which a row has as many as `seen` says;
-    else keys with their positions. Output [T, stretches, TOPK]; -1, and the key of -inf, where
-    there are too few.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * SIZE
-    stretch = values + row * row_stride + first
-    count = tl.load(seen + row) if IS_FIRST else num_columns
-    count = tl.minimum(tl.maximum(tl.minimum(count, num_columns) - first, 0), SIZE)
+    """Write the TOPK best of `count` values of a stretch that begins at column `first`."""
     lowest, kept, above = _threshold(stretch, count, TOPK, SIZE, IS_FIRST)
     num_ties = kept - above
-
-    to = (row * tl.num_programs(1) + tl.program_id(1)) * TOPK
     places = 0
     ties = 0
     for start in range(0, count, BLOCK):
@@ -95,19 +82,44 @@ def select_kernel(
         is_kept = (key > lowest) | (is_tie & (tie <= num_ties))
         position = first + index
         if not IS_FIRST:
-            position = tl.load(positions + row * row_stride + position, mask=is_kept)
-        tl.store(kept_positions + to + place, position, mask=is_kept)
+            position = tl.load(positions + position, mask=is_kept)
+        tl.store(to_positions + place, position, mask=is_kept)
         if not IS_LAST:
-            tl.store(kept_keys + to + place, key, mask=is_kept)
+            tl.store(to_keys + place, key, mask=is_kept)
         ties += tl.sum(is_tie.to(tl.int32))
         places += tl.sum((key > lowest).to(tl.int32))
 
     place = tl.arange(0, TOPK_COLUMNS)
     is_missing = (place >= kept) & (place < TOPK)
-    tl.store(kept_positions + to + place, tl.full((TOPK_COLUMNS,), -1, tl.int32), mask=is_missing)
+    tl.store(to_positions + place, tl.full((TOPK_COLUMNS,), -1, tl.int32), mask=is_missing)
     if not IS_LAST:
-        hidden = tl.full((TOPK_COLUMNS,), _HIDDEN, tl.int32)
-        tl.store(kept_keys + to + place, hidden, mask=is_missing)
+        tl.store(to_keys + place, tl.full((TOPK_COLUMNS,), _HIDDEN, tl.int32), mask=is_missing)
+
+
+@jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["seen"])
+def select_kernel(
+    values, positions, seen, kept_keys, kept_positions, kept_seen, num_columns, row_stride,
+    TOPK: tl.constexpr, TOPK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Write the TOPK best of SIZE columns of a row: positions, and keys where not IS_LAST.
+
+    values: fp32 scores [T, num_columns] where IS_FIRST, else keys with their positions; `seen` of
+    them count. Output [T, stretches, TOPK]; -1, and the key of -inf, where there are too few;
+    nothing for stretches of which no column counts. kept_seen: how many columns of that count.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * SIZE
+    total = tl.minimum(tl.load(seen + row), num_columns)
+    if not IS_LAST:
+        tl.store(kept_seen + row, tl.cdiv(total, SIZE) * TOPK, mask=tl.program_id(1) == 0)
+    if (total > first) | IS_LAST:
+        to = (row * tl.num_programs(1) + tl.program_id(1)) * TOPK
+        _keep_best(
+            values + row * row_stride + first, positions + row * row_stride, first,
+            tl.minimum(total - first, SIZE), kept_keys + to, kept_positions + to,
+            TOPK, TOPK_COLUMNS, SIZE, BLOCK, IS_FIRST, IS_LAST,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +150,15 @@ def select(scores: Tensor, topk: int, seen: Tensor, stretch: Stretch) -> Tensor:
         size = min(max(next_power_of_2(num_columns), stretch.least), stretch.most)
         num_parts = cdiv(num_columns, size)
         is_last = num_parts == 1
-        kept = seen.new_empty(1 if is_last else 2, num_rows, num_parts * topk, dtype=torch.int32)
+        kept = seen.new_empty(1 if is_last else 2, num_rows, num_parts * topk)
+        kept_seen = seen if is_last else seen.new_empty(num_rows)
         select_kernel[(num_rows, num_parts)](
             values,
             values if positions is None else positions,
             seen,
             kept[-1],
             kept[0],
+            kept_seen,
             num_columns,
             values.stride(0),
             TOPK=topk,
@@ -157,7 +171,7 @@ def select(scores: Tensor, topk: int, seen: Tensor, stretch: Stretch) -> Tensor:
         )
         if is_last:
             return kept[0]
-        positions, values = kept
+        (positions, values), seen = kept, kept_seen
 
 
 def run(scores: Tensor, topk: int, seen: Tensor) -> Tensor:
