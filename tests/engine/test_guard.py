@@ -21,6 +21,7 @@ from tests.factories import tiny_glm_folder
 from tetrad.core.config import ServeConfig
 from tetrad.core.request import Request, RequestOutput
 from tetrad.core.step import PENDING, StepPlan
+from tetrad.data import embedded_model
 from tetrad.engine.engine import Engine
 from tetrad.engine.guard import NanGuard
 from tetrad.engine.load import load_engine
@@ -222,3 +223,20 @@ def test_hope_ends(folder: Path):
     outputs = [output for _ in range(20) for output in engine.step()]
     assert [output.finish.reason for output in outputs if output.finish] == ["error"]
     assert guard.num_calls == 3
+
+
+@pytest.mark.gpu
+def test_recorded_steps_are_recorded_again_with_another_backend(caplog: pytest.LogCaptureFixture):
+    """The broken backend runs in a graph, where nobody can look: the step is computed without."""
+    config = {"model": embedded_model(), "device": "cuda", "max_running_requests": 4}
+    engine = load_engine(ServeConfig(**config))  # type: ignore[arg-type]
+    assert isinstance(engine.runner, Runner)
+    break_op(engine, "mla", lambda num_rows: num_rows == 3)
+    engine.runner.renew_graphs()
+    outputs = told(run(engine, [make_request(rid, PROMPT[:30], 20) for rid in "abc"]))
+    assert {finish.reason for _, finish in outputs.values()} == {"length"}
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "tetrad.engine.guard")
+    assert "layer 0, op mla: backend broken" in line
+    assert engine.runner.graphs is not None
+    if not engine.runner.graphs.sizes["short"]:
+        pytest.skip("the backends chosen here cannot be recorded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,6 +21,7 @@ from tests.engine.fakes import (
 )
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
 from tetrad.core.step import PENDING, StepPlan
+from tetrad.engine import engine
 from tetrad.engine.engine import Engine
 
 
@@ -216,11 +218,14 @@ def test_an_id_that_comes_again_does_not_get_the_tokens_of_the_first():
     assert_as_expected(client.told["a"], again)
 
 
-def test_penalties_wait_for_their_tokens():
+def test_penalties_wait_for_their_tokens(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    engine._tell_once.cache_clear()
     client = Client(overlap=True, continuous_steps=4)
     client.add(make_request("a", 10, new=6, frequency_penalty=0.5))
     assert all(PENDING not in plan.sequences[0].token_ids for plan in plans_of(client, 8))
     assert client.told["a"].finish is not None
+    assert [record.message for record in caplog.records] == [engine.SINGLE_STEPS]
 
 
 @pytest.mark.parametrize(("steps", "calls"), [(1, 17), (4, 5), (8, 3)])

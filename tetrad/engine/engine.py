@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -13,7 +15,13 @@ from tetrad.core.step import StepPlan, StepResult
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.stream import StreamInterval
 
+_log = logging.getLogger(__name__)
+
 RATE_WINDOW_S = 1.0
+SINGLE_STEPS = (
+    "--num-continuous-decode-steps has no effect while a request with penalties runs: its next "
+    "token cannot be chosen before the last is known."
+)
 
 
 class Launched(Protocol):
@@ -105,6 +113,8 @@ class Engine:
             if num_launched == self._continuous_steps:
                 break
             plan = self.scheduler.continue_decode()
+            if not plan.sequences and self.scheduler.needs_tokens:
+                _tell_once(SINGLE_STEPS)
         self._num_steps += num_launched
         return num_launched
 
@@ -170,3 +180,8 @@ class Rate:
     def per_s(self) -> float:
         is_silent = self._clock() - self._opened_at > 2 * RATE_WINDOW_S
         return 0.0 if is_silent else self._last
+
+
+@functools.cache
+def _tell_once(sentence: str) -> None:
+    _log.info(sentence)
