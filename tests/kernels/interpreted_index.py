@@ -110,6 +110,14 @@ def test_positions_rise_and_what_is_missing_comes_last():
     assert found.tolist() == [[0, 1, 3, 4], [0, 1, -1, -1]]
 
 
+@pytest.mark.parametrize("num_seen", [0, 1, 63, 64])
+def test_rows_of_at_most_topk_keys_get_all_of_them(num_seen: int):
+    scores = tied_scores(3, 300, num_seen, CPU)[:2]
+    seen = torch.full((2,), num_seen, dtype=torch.int32)
+    found = index_select.select(scores, 64, seen, Stretch(64, 128, 16))
+    assert found.tolist() == [[*range(num_seen), *[-1] * (64 - num_seen)]] * 2
+
+
 def test_a_row_beside_others_in_memory():
     """Rows of a wider tensor, as `index_score` returns them."""
     wide = tied_scores(5, 48, 0, CPU)
