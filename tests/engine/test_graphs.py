@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.factories import tiny_glm_folder
+from tetrad.core.arch import ModelArch
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import PAGE_TOKENS, PENDING, SampleWork, SequenceWork, StepPlan
 from tetrad.engine.graphs import (
@@ -22,8 +26,13 @@ from tetrad.engine.graphs import (
     usual_sizes,
 )
 from tetrad.engine.runner import Runner
-from tetrad.kernels.select import resolve_ops
+from tetrad.kernels.index_score import reference as score_reference
+from tetrad.kernels.mla import reference as mla_reference
+from tetrad.kernels.ragged import Ragged
+from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.models.loader import load_model
 
 CPU = torch.device("cpu")
 SCRATCH = 12
@@ -218,6 +227,48 @@ def test_a_step_that_cannot_be_recorded_runs_and_says_why_once(caplog: pytest.Lo
         assert [r.message for r in caplog.records] == [
             "Decode steps run without CUDA graphs: it waits."
         ]
+
+
+def reading_lengths_on_the_device(ops: OpSet) -> OpSet:
+    """Plain torch's attention takes lengths from the host, where a recorded step has limits. Here
+    they come from the tensors, as a GPU's kernels take them."""
+
+    def real(ragged: Ragged) -> Ragged:
+        lens = tuple(ragged.kv_lens.tolist())
+        return dataclasses.replace(ragged, kv_lens_host=lens)
+
+    def mla(queries: Tensor, pool: Tensor, ragged: Ragged, *args: Any) -> Tensor:
+        return mla_reference.run(queries, pool, real(ragged), *args)
+
+    def index_score(queries: Tensor, weights: Tensor, pool: Tensor, ragged: Ragged) -> Tensor:
+        scores = score_reference.run(queries, weights, pool, real(ragged))
+        missing = ragged.max_kv_len - scores.shape[1]
+        return torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+
+    return dataclasses.replace(
+        ops,
+        mla=dataclasses.replace(ops.mla, run=mla),
+        index_score=dataclasses.replace(ops.index_score, run=index_score),
+    )
+
+
+def test_a_real_model_gives_the_same_with_padding_and_without(tmp_path: Path):
+    """Contexts below and above top-k, every unwritten slot NaN."""
+    folder = tiny_glm_folder(tmp_path)
+    arch = ModelArch.from_folder(folder)
+    ops = reading_lengths_on_the_device(resolve_ops("cpu"))
+    model = load_model(folder, device="cpu", dtype=torch.float32, ops=ops)
+    ours, theirs = (
+        Runner(model, KvCache(arch, SCRATCH + 1, CPU, torch.float32), ops, CPU) for _ in range(2)
+    )
+    plan = GraphPlan((1, 4), arch.indexer.topk, 200, SCRATCH)
+    for runner in (ours, theirs):
+        runner.cache.poison()
+    ours.record_graphs(plan, FakeRecorder(), lambda _: None)
+    for step in (PROMPTS, *DECODES):
+        tokens = ours.launch(step).wait()
+        assert tokens == theirs.launch(step).wait()
+        assert all(token.is_finite for token in tokens.sampled)
 
 
 class TestSizes:
