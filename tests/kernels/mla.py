@@ -35,6 +35,13 @@ def without_host_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs | {"ragged": replace(ragged, query_lens=lies, kv_lens_host=lies)}
 
 
+def with_lengths_elsewhere(inputs: dict[str, Any]) -> dict[str, Any]:
+    """With `kv_lens` four bytes behind an aligned address, as they may lie in a step's integers."""
+    lens = inputs["ragged"].kv_lens
+    moved = torch.empty(len(lens) + 1, dtype=torch.int32, device=lens.device)[1:].copy_(lens)
+    return inputs | {"ragged": replace(inputs["ragged"], kv_lens=moved)}
+
+
 def exact(inputs: dict[str, Any]) -> Tensor:
     """[T, H, C] float64 where the inputs lie; the op's own check would take minutes."""
     ragged, selected = inputs["ragged"], inputs["selected"]

@@ -16,7 +16,7 @@ from tests.kernels.compile_helpers import (
     compile_launches,
     run_interpreted,
 )
-from tests.kernels.mla import SMALL_CASES, drawn, glm_case
+from tests.kernels.mla import SMALL_CASES, drawn, glm_case, with_lengths_elsewhere
 from tetrad.core.errors import UnsupportedError
 from tetrad.kernels.experts.tiles import shared_bytes_of
 from tetrad.kernels.mla import triton as mla_triton
@@ -119,20 +119,17 @@ def test_hopper_waits(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "bar.sync" in loop[last_wait:copy]
 
 
+@pytest.mark.parametrize("topk", [0, 2048])
 def test_a_kernel_compiles_once_for_all_lengths_and_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A step of another size, or one whose lengths lie elsewhere in memory, must not wait for a
     compiler."""
-    texts = set()
     for num_rows, kv_len in ((2, 64), (3, 65), (16, 1000), (16, 1024)):
-        inputs = glm_inputs(8, 0, num_rows, kv_len)
-        ragged = inputs["ragged"]
-        lens = torch.empty(num_rows + 1, dtype=torch.int32)[num_rows % 2 :][:num_rows]
-        inputs["ragged"] = replace(ragged, kv_lens=lens.copy_(ragged.kv_lens))
-        kernels, _ = compiled(inputs, 4, 90, tmp_path, monkeypatch)
-        texts.add(tuple(kernel.ptx for kernel in kernels))
-    assert len(texts) == 1
+        inputs = glm_inputs(8, topk, num_rows, kv_len)
+        compiled(inputs, 4, 90, tmp_path, monkeypatch)
+        compiled(with_lengths_elsewhere(inputs), 4, 90, tmp_path, monkeypatch)
+    assert len(list(tmp_path.glob("*.cubin"))) == 2
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)

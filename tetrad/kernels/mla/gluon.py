@@ -276,7 +276,7 @@ def attend(
     attend_kernel[(num_rows * num_splits * cdiv(num_heads, WIDE.heads),)](
         queries.contiguous(),
         pool,
-        ragged.kv_lens if selected is None else selected.contiguous(),
+        pool if selected is None else selected.contiguous(),
         ragged.query_start,
         ragged.kv_lens,
         ragged.page_table,

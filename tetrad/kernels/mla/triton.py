@@ -224,7 +224,8 @@ def attend(
     num_rows, num_heads, width = queries.shape
     num_sequences = len(ragged.page_table)
     topk = 0 if selected is None else selected.shape[1]
-    chosen = ragged.kv_lens if selected is None else selected.contiguous()
+    # Without a selection nothing is read there.
+    chosen = pool if selected is None else selected.contiguous()
     out, parts, log_sums = outputs(queries, latent_rank, num_splits)
     assert pool.is_contiguous()
     assert ragged.page_table.stride(1) == 1
@@ -232,7 +233,7 @@ def attend(
         queries.contiguous(),
         pool,
         chosen,
-        torch.empty_like(chosen),
+        chosen if selected is None else torch.empty_like(chosen),
         ragged.query_start,
         ragged.kv_lens,
         ragged.page_table,
