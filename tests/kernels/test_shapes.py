@@ -145,3 +145,13 @@ def test_linears_come_in_every_format_a_quantised_one_first():
     assert {case["format"] for case in cases} == {"nvfp4", "fp8_block", "bf16"}
     sizes = {(case["out"], case["width"]) for case in cases if case["format"] == "fp8_block"}
     assert {(2048, 6144), (6144, 2048), (12288, 6144)} <= sizes
+
+
+def test_a_prompt_reads_its_keys_once_and_a_decode_what_it_selected():
+    """Bytes in the cache, results and queries left out."""
+    contract = OPS["mla"].contract
+    decode, prompt = (first("mla", Ranks(), Load(n, context=8192)) for n in (32, 8192))
+    rows = 64 * (2 * 512 + 64)
+    assert contract.bytes(decode, 2) == 2 * 32 * (2048 * 576 + rows)
+    assert contract.bytes(prompt, 2) == 2 * 8192 * (576 + rows)
+    assert contract.flops(decode) == 32 * 2048 * 139_264

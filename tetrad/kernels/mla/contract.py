@@ -18,6 +18,14 @@ def _pairs(case: Case) -> float:
     )
 
 
+def _keys(case: Case) -> float:
+    """Keys that must be read once: rows of one sequence may share them."""
+    topk = case["topk"]
+    return float(
+        sum(min(kv_len, query_len * topk) if topk else kv_len for query_len, kv_len in case["lens"])
+    )
+
+
 CONTRACT = Contract(
     name="mla",
     summary="softmax(scale * query . latent) over seen or selected keys, times their first C",
@@ -61,7 +69,7 @@ CONTRACT = Contract(
     ),
     flops=lambda c: 2.0 * _pairs(c) * c["H"] * (2 * c["C"] + c["R"]),
     bytes=lambda c, size: (
-        _pairs(c) * (c["C"] + c["R"]) * size
+        _keys(c) * (c["C"] + c["R"]) * size
         + num_rows(c["lens"]) * c["H"] * (2 * c["C"] + c["R"]) * size
     ),
     tolerance={"float32": 2e-6, "bfloat16": 4e-3},
