@@ -12,7 +12,7 @@ from tests.bench.mock_server import MockServer
 from tests.cli.conftest import beside
 from tetrad.bench.abacus_problems import KINDS, held_out_problems
 from tetrad.bench.evaluate import wilson
-from tetrad.core.records import EvalRun
+from tetrad.core.eval_records import EvalRun
 
 
 class Pupil(MockServer):

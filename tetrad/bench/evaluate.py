@@ -19,7 +19,8 @@ from tetrad.bench.client import Client, Load, Trace, run_load
 from tetrad.bench.judge import error_message
 from tetrad.bench.measure import count_failures
 from tetrad.core.errors import BenchFailure
-from tetrad.core.records import EvalRun, Failure, KindScore, Mistake
+from tetrad.core.eval_records import EvalRun, KindScore, Mistake
+from tetrad.core.records import Failure
 
 PATIENCE_S = 10.0
 REQUEST_TIMEOUT_S = 600.0

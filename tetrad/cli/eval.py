@@ -12,7 +12,7 @@ from tetrad.cli.options import EvalConfig
 from tetrad.core.errors import BenchFailure
 
 if TYPE_CHECKING:
-    from tetrad.core.records import EvalRun
+    from tetrad.core.eval_records import EvalRun
 
 
 def _evaluate(config: EvalConfig) -> int:
