@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tetrad.bench.block import block, detail_keys, remarks, sglang_keys
+from tetrad.bench.block import block, cache_keys, detail_keys, remarks, sglang_keys
 from tetrad.core.records import BenchRun, FailureCount, Latencies, RequestRecord, Spread, Workload
 
 GOLDEN = Path(__file__).with_name("golden_block.txt")
@@ -186,3 +186,29 @@ def test_remarks_show_each_kind_of_failure_with_an_example():
         "       2 x truncated    e.g. request 5: after 3 of 8",
         "note: a note",
     ]
+
+
+def test_cache_report_is_sglangs_section():
+    known = run(cached_tokens=4096, input_tokens=8192)
+    *_, title, total, cached, rate, _ = block(known, cache_report=True).splitlines()
+    assert title == "----------------Cache Hit Details-----------------"
+    assert total == "Total prompt tokens:                     8192      "
+    assert cached == "Total cached tokens:                     4096      "
+    assert rate == "Cache hit rate:                          50.0%"
+    assert cache_keys(known)["cache_report"] == {
+        "total_prompt_tokens": 8192,
+        "total_cached_tokens": 4096,
+        "cache_hit_rate_pct": 50.0,
+    }
+    silent = block(run(cached_tokens=None), cache_report=True)
+    assert "Total cached tokens:                     unknown   " in silent
+    assert "Cache hit rate" not in silent
+
+
+def test_the_wait_in_the_client_is_told_apart():
+    waited = run().latencies.model_copy(update={"queue_ms": Spread.of([10.0, 30.0])})
+    for cap in (4, None):
+        workload = run().workload.model_copy(update={"max_concurrency": cap})
+        lines = remarks(run(latencies=waited, workload=workload))
+        told = any("waited 20.0 ms on average, 29.8 ms (P99)" in line for line in lines)
+        assert told == (cap is not None)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tetrad.bench.datasets import build, warmup
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.tokens import Vocabulary, ordinary_ids
-from tetrad.bench.workload import Seeds, build, from_file, random_lengths, warmup
+from tetrad.bench.workload import Seeds, random_lengths
 from tetrad.core.errors import ConfigError
 
 SPECIAL = ["<eos>", "<tool>"]
@@ -76,7 +76,7 @@ def test_chat_backends_get_text(vocabulary: Vocabulary):
 
 
 def test_a_length_no_text_has_is_an_error(vocabulary: Vocabulary, monkeypatch):
-    monkeypatch.setattr(vocabulary, "_encode", lambda text: [0, 0, 0, 0])
+    monkeypatch.setattr(vocabulary, "encode", lambda text: [0, 0, 0, 0])
     with pytest.raises(ConfigError, match="No text of exactly 9 tokens"):
         vocabulary.draw_text(random.Random(1), 9)
 
@@ -103,41 +103,6 @@ def test_warm_up_has_the_lengths_but_not_the_prompts(vocabulary: Vocabulary):
 def test_without_a_vocabulary_random_prompts_say_what_is_missing():
     with pytest.raises(ConfigError, match="give --tokenizer FOLDER"):
         build(options(), Seeds(1, 1), None)
-
-
-def test_a_file_of_prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    lines = [
-        {"prompt": "What is 3+5?", "output_len": 7},
-        {"messages": [{"role": "user", "content": "Hi"}]},
-        {"input_ids": [4, 5], "output_len": 1},
-    ]
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    text, chat, ids = from_file(path, None, default_output=9)
-    assert (text.text, text.output_tokens, text.num_tokens) == ("What is 3+5?", 7, None)
-    assert (chat.messages, chat.output_tokens) == (({"role": "user", "content": "Hi"},), 9)
-    assert (ids.ids, ids.num_tokens) == ((4, 5), 2)
-    assert len(from_file(path, 2, default_output=9)) == 2
-    with pytest.raises(ConfigError, match="holds 3 prompts, fewer than the 4"):
-        from_file(path, 4, default_output=9)
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("{", "line 1: not valid JSON"),
-        ("[]", "line 1: expected a JSON object, found list"),
-        ('{"promt": "a"}', "unknown key 'promt'.*Did you mean 'prompt'"),
-        ('{"prompt": "a", "input_ids": [1]}', "expected one of prompt, messages, input_ids"),
-        ('{"prompt": 3}', "prompt has the wrong type, int"),
-        ('{"prompt": "a", "output_len": 0}', "output_len must be a whole number above 0"),
-    ],
-)
-def test_a_bad_line_is_named(line: str, sentence: str, tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(line)
-    with pytest.raises(ConfigError, match=sentence):
-        from_file(path, None, default_output=9)
 
 
 @pytest.mark.parametrize(

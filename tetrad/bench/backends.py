@@ -72,8 +72,10 @@ def most_tokens(body: Body) -> int | None:
 
 
 def write_body(config: BenchServeConfig, model: str | None, prompt: Prompt) -> Body:
-    """The whole request body; `--extra-request-body` is merged in, one level deep."""
-    body = protocol(config.backend).write(config, model, prompt)
+    """The whole request body: the API's, over it what the prompt's line of a file asks for, over
+    that `--extra-request-body`, merged one level deep."""
+    body = protocol(config.backend).write(config, config.served_model_name or model, prompt)
+    body |= prompt.extra or {}
     for key, value in config.extra_body.items():
         old = body.get(key)
         both = isinstance(old, dict) and isinstance(value, dict)
@@ -89,15 +91,33 @@ def write_native(config: BenchServeConfig, _model: str | None, prompt: Prompt) -
     if prompt.messages is not None:
         raise ConfigError(
             f"Backend {config.backend} takes no messages; use sglang-oai-chat, vllm-chat or "
-            "openai-chat."
+            "openai-chat, or --apply-chat-template."
         )
     content: Body = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
-    sampling = {
+    sampling: Body = {
         "temperature": config.temperature,
         "max_new_tokens": prompt.output_tokens,
         "ignore_eos": not config.disable_ignore_eos,
     }
-    return {**content, "sampling_params": sampling, "stream": not config.disable_stream}
+    if config.top_p != 1:
+        sampling["top_p"] = config.top_p
+    body = {**content, "sampling_params": sampling, "stream": not config.disable_stream}
+    return body | _native_wishes(config)
+
+
+def _native_wishes(config: BenchServeConfig) -> Body:
+    wishes: Body = {}
+    if config.return_logprob:
+        wishes = {
+            "return_logprob": True,
+            "top_logprobs_num": config.top_logprobs_num,
+            "logprob_start_len": config.logprob_start_len,
+        }
+        if config.token_ids_logprob:
+            wishes["token_ids_logprob"] = config.token_ids_logprob
+    if config.return_routed_experts:
+        wishes["return_routed_experts"] = True
+    return wishes
 
 
 def read_native(reading: Reading, time_s: float, body: Body) -> None:
@@ -128,6 +148,8 @@ def _openai_body(config: BenchServeConfig, model: str | None, limit: Body) -> Bo
         "temperature": config.temperature,
         "stream": not config.disable_stream,
     }
+    if config.top_p != 1:
+        body["top_p"] = config.top_p
     if not config.disable_stream:
         body["stream_options"] = {"include_usage": True}
     if not config.disable_ignore_eos and knows_ignore_eos(config.backend):
@@ -138,10 +160,14 @@ def _openai_body(config: BenchServeConfig, model: str | None, limit: Body) -> Bo
 def write_completion(config: BenchServeConfig, model: str | None, prompt: Prompt) -> Body:
     """A list of token ids is a prompt too, and an exact one."""
     if prompt.messages is not None:
-        raise ConfigError(f"Backend {config.backend} takes no messages; use {config.backend}-chat.")
+        raise ConfigError(
+            f"Backend {config.backend} takes no messages; use {config.backend}-chat, or "
+            "--apply-chat-template."
+        )
     content = prompt.text if prompt.ids is None else prompt.ids
     limit = {"max_tokens": prompt.output_tokens}
-    return {"prompt": content, **_openai_body(config, model, limit)}
+    wishes = {"logprobs": config.top_logprobs_num} if config.return_logprob else {}
+    return {"prompt": content, **_openai_body(config, model, limit), **wishes}
 
 
 def write_chat(config: BenchServeConfig, model: str | None, prompt: Prompt) -> Body:
@@ -152,7 +178,10 @@ def write_chat(config: BenchServeConfig, model: str | None, prompt: Prompt) -> B
         )
     messages = prompt.messages or ({"role": "user", "content": prompt.text},)
     limit = {"max_completion_tokens": prompt.output_tokens}
-    return {"messages": messages, **_openai_body(config, model, limit)}
+    wishes: Body = {}
+    if config.return_logprob:
+        wishes = {"logprobs": True, "top_logprobs": config.top_logprobs_num}
+    return {"messages": messages, **_openai_body(config, model, limit), **wishes}
 
 
 def read_completion(reading: Reading, time_s: float, body: Body) -> None:

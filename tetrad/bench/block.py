@@ -13,7 +13,7 @@ from tetrad.core.records import BenchRun, Spread
 WIDTH = 50
 
 
-def block(run: BenchRun) -> str:
+def block(run: BenchRun, *, cache_report: bool = False) -> str:
     """The block between its two rules, without a line end after the last."""
     times = run.latencies
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_totals(run)]
@@ -23,7 +23,17 @@ def block(run: BenchRun) -> str:
     lines += _section("Inter-Token Latency", "ITL", times.itl_ms)
     if times.itl_ms is not None and times.itl_ms.count:
         lines.append(_row("Max ITL (ms):", times.itl_ms.max))
+    if cache_report:
+        lines += _cache(run)
     return "\n".join([*lines, "=" * WIDTH])
+
+
+def _cache(run: BenchRun) -> list[str]:
+    lines = [f"{'Cache Hit Details':-^{WIDTH}}", _row("Total prompt tokens:", run.input_tokens)]
+    if run.cached_tokens is None:
+        return [*lines, _row("Total cached tokens:", "unknown")]
+    lines.append(_row("Total cached tokens:", run.cached_tokens))
+    return [*lines, f"{'Cache hit rate:':<40} {run.cache_hit_share:.1%}"]
 
 
 def _row(label: str, value: float | str) -> str:
@@ -81,6 +91,12 @@ def remarks(run: BenchRun) -> list[str]:
         f"{failure.example}"
         for failure in run.failures
     ]
+    queue = run.latencies.queue_ms
+    if run.workload.max_concurrency is not None and queue.count:
+        lines.append(
+            f"client queue: requests waited {queue.mean:.1f} ms on average, {queue.p99:.1f} ms "
+            "(P99), for --max-concurrency; latencies begin when a request is sent."
+        )
     return lines + [f"note: {note}" for note in run.notes]
 
 
@@ -132,6 +148,18 @@ def _named(run: BenchRun, name: str) -> Spread | None:
 def _spread_keys(name: str, spread: Spread | None) -> dict[str, object]:
     statistics = ("mean", "median", "std", "p90", "p95", "p99")
     return {f"{s}_{name}_ms": None if spread is None else getattr(spread, s) for s in statistics}
+
+
+def cache_keys(run: BenchRun) -> dict[str, object]:
+    """What SGLang adds for `--cache-report`; null where the server does not say."""
+    share = None if run.cached_tokens is None else run.cache_hit_share * 100
+    return {
+        "cache_report": {
+            "total_prompt_tokens": run.input_tokens,
+            "total_cached_tokens": run.cached_tokens,
+            "cache_hit_rate_pct": share,
+        }
+    }
 
 
 def detail_keys(run: BenchRun) -> dict[str, object]:

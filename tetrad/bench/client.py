@@ -144,6 +144,8 @@ class Load:
     path: str
     bodies: Sequence[bytes]
     due_s: Sequence[float]
+    after: Sequence[int | None] = ()
+    """For each the index of an earlier one whose end it waits for; its `due_s` counts from then."""
     max_concurrency: int | None = None
     most_tokens: int = 100_000
     """What the longest answer may have."""
@@ -171,6 +173,11 @@ async def run_load(client: Client, load: Load, on_finished: Callable[[Trace], No
         return time.perf_counter() - start
 
     async def one(trace: Trace) -> None:
+        before = load.after[trace.index] if load.after else None
+        if before is not None:
+            await asyncio.wait([tasks[before]])
+            trace.due_s += traces[before].ended_s
+            await asyncio.sleep(trace.due_s - clock())
         async with slots:
             await client.post(load.path, load.bodies[trace.index], trace, clock, most)
         on_finished(trace)

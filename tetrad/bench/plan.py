@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tetrad.bench import target, workload
+from tetrad.bench import target
+from tetrad.bench.arrivals import due_times, in_words
 from tetrad.bench.backends import Body, ignores_eos, most_tokens, protocol, write_body
 from tetrad.bench.client import Client
+from tetrad.bench.datasets import FILES, build
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.tokens import Vocabulary
 from tetrad.bench.workload import Prompt, Seeds
@@ -25,6 +27,8 @@ class Plan:
     vocabulary: Vocabulary | None
     prompts: list[Prompt]
     bodies: list[Body]
+    due_s: list[float]
+    """When each is due; for one that waits for another's end, how long after that."""
 
     @property
     def ignore_eos(self) -> bool:
@@ -47,15 +51,17 @@ async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str],
         raise ConfigError(f"{config.url}/v1/models names no model; give --model.")
     folder = config.tokenizer or found.tokenizer
     vocabulary = Vocabulary(folder) if folder is not None else None
-    if found.silence and vocabulary is None and config.dataset_path is None:
+    if found.silence and vocabulary is None and config.dataset_name not in FILES:
         raise BenchFailure(found.silence)
     seeds = Seeds.of(config)
-    prompts = workload.build(config, seeds, vocabulary)
+    prompts = build(config, seeds, vocabulary)
     bodies = [write_body(config, model, prompt) for prompt in prompts]
     say(f"{config.backend} at {config.url}, model {model or 'not named'}")
     say(f"prompt lengths: {lengths([p.num_tokens for p in prompts])}")
     say(f"output lengths: {lengths([p.output_tokens for p in prompts])}")
-    return Plan(config, seeds, model, vocabulary, prompts, bodies)
+    due_s = due_times(config, prompts, seeds.shape)
+    say(f"arrivals: {in_words(config)}; the last of {len(due_s)} is due at {max(due_s):.2f} s")
+    return Plan(config, seeds, model, vocabulary, prompts, bodies, due_s)
 
 
 def lengths(values: Sequence[int | None]) -> str:

@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 import datetime
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tetrad.bench import arrivals, measure, target, workload
+from tetrad.bench import datasets, measure, target
 from tetrad.bench.backends import Reading, protocol, write_body
 from tetrad.bench.client import Client, Load, LoadResult, Trace, run_load
 from tetrad.bench.judge import read_answer, verdict
@@ -70,20 +70,13 @@ async def bench_serve(config: BenchServeConfig, watch: Watch) -> BenchRun:
     Raises BenchFailure when no server answers or no warm-up request succeeds, ConfigError when the
     workload cannot be sent, CancelledError when it is cancelled before the measured load.
     """
-    client = Client(config.url, _headers(config), config.request_timeout_sec)
+    client = Client(config.url, config.headers, config.request_timeout_sec)
     try:
         plan = await prepare(config, client, watch.say)
         await warm_up(plan, client, watch)
         return await measured(plan, client, watch)
     finally:
         await client.close()
-
-
-def _headers(config: BenchServeConfig) -> dict[str, str]:
-    headers = dict(header.split("=", 1) for header in config.header)
-    if config.api_key is not None:
-        headers["Authorization"] = f"Bearer {config.api_key}"
-    return headers
 
 
 async def warm_up(plan: Plan, client: Client, watch: Watch) -> None:
@@ -93,15 +86,16 @@ async def warm_up(plan: Plan, client: Client, watch: Watch) -> None:
         watch.say(f"warm-up: {config.warmup_requests} requests")
         await _warm_requests(plan, client)
     if config.flush_cache:
-        await target.flush_cache(client)
+        await target.flush_cache(client, config.flush_cache_timeout)
         watch.say("prefix cache flushed")
 
 
 async def _warm_requests(plan: Plan, client: Client) -> None:
-    prompts = workload.warmup(plan.config, plan.prompts, plan.seeds, plan.vocabulary)
+    prompts = datasets.warmup(plan.config, plan.prompts, plan.seeds, plan.vocabulary)
     bodies = [write_body(plan.config, plan.model, prompt) for prompt in prompts]
-    warm_plan = dataclasses.replace(plan, prompts=prompts, bodies=bodies)
-    load, answers = await loaded(warm_plan, client, [0.0] * len(prompts), lambda _: None)
+    due_s = [0.0] * len(prompts)
+    warm_plan = dataclasses.replace(plan, prompts=prompts, bodies=bodies, due_s=due_s)
+    load, answers = await loaded(warm_plan, client, lambda _: None)
     if load.interrupted:
         raise asyncio.CancelledError
     failures = measure.count_failures((a.record.index, a.record.failure) for a in answers)
@@ -113,12 +107,11 @@ async def _warm_requests(plan: Plan, client: Client) -> None:
 
 async def measured(plan: Plan, client: Client, watch: Watch) -> BenchRun:
     """The run itself."""
-    due_s = arrivals.schedule(len(plan.prompts), plan.config.request_rate, plan.seeds.shape)
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     watch.begin(len(plan.prompts))
     try:
         load, answers = await loaded(
-            plan, client, due_s, lambda trace: watch.finished(trace.failure is not None)
+            plan, client, lambda trace: watch.finished(trace.failure is not None)
         )
     finally:
         watch.end()
@@ -127,7 +120,7 @@ async def measured(plan: Plan, client: Client, watch: Watch) -> BenchRun:
 
 
 async def loaded(
-    plan: Plan, client: Client, due_s: Sequence[float], on_finished: Callable[[Trace], None]
+    plan: Plan, client: Client, on_finished: Callable[[Trace], None]
 ) -> tuple[LoadResult, list[Answer]]:
     """Send the plan's bodies; every request that finished is judged."""
     ledger = Ledger(plan)
@@ -139,7 +132,8 @@ async def loaded(
     load = Load(
         path=protocol(plan.config.backend).path,
         bodies=[json.dumps(body).encode() for body in plan.bodies],
-        due_s=due_s,
+        due_s=plan.due_s,
+        after=[prompt.after for prompt in plan.prompts],
         max_concurrency=plan.config.max_concurrency,
         most_tokens=max(plan.most_tokens(index) for index in range(len(plan.bodies))),
     )

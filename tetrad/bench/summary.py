@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from tetrad import __version__
 from tetrad.bench import measure
+from tetrad.bench.arrivals import in_words, offered_rate
 from tetrad.bench.client import LoadResult
 from tetrad.bench.measure import Answer, TokenSource
 from tetrad.bench.plan import Plan
@@ -64,8 +65,8 @@ def record(
 def described(plan: Plan) -> Workload:
     """The workload as it really was."""
     config = plan.config
-    is_random = config.dataset_path is None
-    rate: float | Literal["inf"] = "inf" if math.isinf(config.request_rate) else config.request_rate
+    is_random = config.dataset_name.startswith("random")
+    rate = offered_rate(config, plan.due_s)
     return Workload(
         dataset=config.dataset_name,
         num_prompts=len(plan.prompts),
@@ -76,7 +77,8 @@ def described(plan: Plan) -> Workload:
         wanted_tokens=Spread.of([p.output_tokens for p in plan.prompts]),
         seed=plan.seeds.shape,
         content_seed=plan.seeds.content,
-        request_rate=rate,
+        request_rate="inf" if math.isinf(rate) else rate,
+        arrivals=in_words(config),
         max_concurrency=config.max_concurrency,
         stream=not config.disable_stream,
         ignore_eos=plan.ignore_eos,

@@ -16,7 +16,6 @@ from tetrad.bench.judge import error_message
 from tetrad.core.errors import BenchFailure, ConfigError
 
 POLL_S = 1.0
-FLUSH_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,9 @@ async def server_info(client: Client) -> dict[str, Any] | None:
         return None
 
 
-async def flush_cache(client: Client) -> None:
+async def flush_cache(client: Client, timeout_s: float) -> None:
     """Empty the prefix cache. Raises when the server has no such route or refuses."""
-    path = f"/flush_cache?timeout={FLUSH_TIMEOUT_S}"
+    path = f"/flush_cache?timeout={timeout_s:g}"
     async with client.session.post(client.url + path, allow_redirects=False) as answer:
         body = await answer.read()
     if answer.status == 404:

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 from tetrad.core.errors import ConfigError
 
 REPAIRS = 40
+LOOSE_END = 16
+"""Tokens at the end of a text that may change so that its length comes out."""
 
 
 class Vocabulary:
@@ -30,30 +32,47 @@ class Vocabulary:
 
     def count(self, text: str) -> int:
         """Tokens of `text`, without any the tokenizer would add around it."""
-        return len(self._encode(text))
+        return len(self.encode(text))
 
     def draw_ids(self, rng: random.Random, num_tokens: int) -> list[int]:
         """Random ordinary ids: special tokens would end turns or call tools."""
         return rng.choices(self.ordinary_ids, k=num_tokens)
 
-    def draw_text(self, rng: random.Random, num_tokens: int) -> str:
-        """Random text of exactly `num_tokens` tokens, verified by encoding it.
+    def draw_text(self, rng: random.Random, num_tokens: int, beginning: str = "") -> str:
+        """Random text of exactly `num_tokens` tokens in all that begins as told, verified by
+        encoding it.
 
         Decoding and encoding again rarely gives the same length, so the text is cut or grown until
         it does. Raises ConfigError when this tokenizer does not get there.
         """
-        ids = rng.choices(self._text_ids, k=num_tokens)
+        begun = self.encode(beginning) if beginning else []
+        ids = begun + self._draw_words(rng, num_tokens - len(begun))
         for _ in range(REPAIRS):
             text = self._tokenizer.decode(ids)
-            ids = self._encode(text)
-            if len(ids) == num_tokens:
+            if not text.startswith(beginning):
+                text = beginning + self._tokenizer.decode(ids[len(begun) :])
+            ids = self.encode(text)
+            if len(ids) == num_tokens and text.startswith(beginning):
                 return text
-            missing = num_tokens - len(ids)
-            ids = ids[:num_tokens] + rng.choices(self._text_ids, k=max(0, missing))
+            ids = ids[:num_tokens] + self._draw_words(rng, num_tokens - len(ids))
         raise ConfigError(
             f"No text of exactly {num_tokens} tokens was found with the tokenizer of "
             f"{self.folder}; --dataset-name random-ids has exact lengths by construction."
         )
+
+    def fit_text(self, rng: random.Random, text: str, num_tokens: int) -> str:
+        """`text`, repeated or cut to exactly `num_tokens` tokens; a random end where it takes one.
+        Raises ConfigError as `draw_text` does."""
+        ids = self.encode(text) or self._draw_words(rng, 1)
+        repeated = (ids * (num_tokens // len(ids) + 1))[:num_tokens]
+        fitted = self._tokenizer.decode(repeated)
+        if self.count(fitted) == num_tokens:
+            return fitted
+        kept = repeated[: max(0, num_tokens - LOOSE_END)]
+        return self.draw_text(rng, num_tokens, self._tokenizer.decode(kept))
+
+    def _draw_words(self, rng: random.Random, num_tokens: int) -> list[int]:
+        return rng.choices(self._text_ids, k=max(0, num_tokens))
 
     @cached_property
     def _text_ids(self) -> list[int]:
@@ -63,7 +82,8 @@ class Vocabulary:
         both = zip(self.ordinary_ids, encoded, strict=True)
         return [i for i, encoding in both if encoding.ids == [i]]
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without any the tokenizer would add around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 

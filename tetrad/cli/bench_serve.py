@@ -25,7 +25,7 @@ def _bench_serve(config: BenchServeConfig) -> int:
     if config.output_file is not None and not config.output_file.parent.is_dir():
         raise ConfigError(f"--output-file {config.output_file}: there is no such folder.")
     run = uvloop.run(measure(config, Narrator(show_bar=not config.disable_tqdm)))
-    print(f"\n{block(run)}")
+    print(f"\n{block(run, cache_report=config.cache_report)}")
     for line in remarks(run):
         print(line)
     if config.output_file is not None:
@@ -42,11 +42,13 @@ def _bench_serve(config: BenchServeConfig) -> int:
 
 def append(run: BenchRun, config: BenchServeConfig) -> None:
     """One line of JSON: SGLang's keys, then our record."""
-    from tetrad.bench.block import detail_keys, sglang_keys
+    from tetrad.bench.block import cache_keys, detail_keys, sglang_keys
 
     assert config.output_file is not None
     details = detail_keys(run) if config.output_details else {}
-    line = json.dumps({**sglang_keys(run), **details, "tetrad": run.model_dump(mode="json")})
+    cache = cache_keys(run) if config.cache_report else {}
+    keys = {**sglang_keys(run), "tag": config.tag, **cache, **details}
+    line = json.dumps({**keys, "tetrad": run.model_dump(mode="json")})
     with config.output_file.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     print(f"result appended to {config.output_file}", file=sys.stderr)

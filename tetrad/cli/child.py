@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tetrad.bench.options import server_url
+from tetrad.bench.options_server import server_url
 from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import ServerChoice
 from tetrad.core.errors import EngineDiedError, TetradError, UserError

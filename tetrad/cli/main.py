@@ -11,7 +11,7 @@ import sys
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from tetrad import __version__
-from tetrad.cli import sglang_flags
+from tetrad.cli import bench_flags, sglang_flags
 from tetrad.core.errors import TetradError, UserError
 
 INTERRUPTED = 130
@@ -123,6 +123,9 @@ def _expand(tokens: list[str], error: UnknownOptionError) -> list[str] | None:
         return None
     flags = {name for argument in error.argument_collection for name in argument.names}
     longer = [name for name in flags if name.startswith(short)]
+    if error.command_chain[1:] == ("serve",) and (same := bench_flags.full_name(short)):
+        # What SGLang understands by it goes before flags that only Tetrad has.
+        longer = [same] if same in flags else []
     if len(longer) != 1:
         return None
     return [_replace(token, short, longer[0]) for token in tokens]
@@ -139,6 +142,8 @@ def _unknown(error: UnknownOptionError) -> str:
     flag = (error.token.keyword or error.token.value).partition("=")[0]
     if verb == "serve" and (why := sglang_flags.reason(flag)) is not None:
         return f"tetrad serve has no {flag}: {why}."
+    if verb == "bench serve" and (why := bench_flags.reason(flag)) is not None:
+        return f"tetrad bench serve has no {bench_flags.full_name(flag)}: {why}."
     return f"{_sentence(error)} `tetrad {verb} --help` lists all."
 
 

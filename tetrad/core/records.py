@@ -129,6 +129,9 @@ class Workload(Record):
     content_seed: int
     """Seed of the prompts' content; drawn afresh for each run unless a seed was given."""
     request_rate: float | Literal["inf"]
+    """As asked; of a profile or a trace the mean that was offered."""
+    arrivals: str = ""
+    """How requests arrived, in words."""
     max_concurrency: int | None
     stream: bool
     ignore_eos: bool
@@ -209,52 +212,13 @@ class BenchRun(Record):
         """Output tokens of completed requests per second."""
         return self._rate(self.output_tokens)
 
+    @property
+    def cache_hit_share(self) -> float:
+        """Share of the prompt tokens that the server took from its cache; 0 when it is silent."""
+        return (self.cached_tokens or 0) / self.input_tokens if self.input_tokens else 0.0
+
     def _rate(self, amount: int) -> float:
         return amount / self.duration_s if self.duration_s > 0 else 0.0
-
-
-class KindScore(Record):
-    """Exact matches on one kind of problem, or on all of them."""
-
-    kind: str
-    correct: int
-    total: int
-    low: float
-    high: float
-    """Wilson's 95 % interval of the share of right answers."""
-
-    @property
-    def accuracy(self) -> float:
-        """Share of right answers."""
-        return self.correct / self.total if self.total else 0.0
-
-
-class Mistake(Record):
-    """One problem that was not answered right."""
-
-    kind: str
-    question: str
-    expected: str
-    answer: str
-
-
-class EvalRun(Record):
-    """One run of `tetrad eval`."""
-
-    kind: Literal["eval_run"] = "eval_run"
-    schema_version: Literal[1] = 1
-    tetrad_version: str
-    started_at: str
-    """UTC, ISO 8601."""
-    model: str | None
-    seed: int
-    duration_s: float
-    kinds: list[KindScore]
-    overall: KindScore
-    failures: list[FailureCount]
-    """Requests without an answer; they count as wrong."""
-    mistakes: list[Mistake]
-    """The first few."""
 
 
 Bound = Literal["memory", "compute"]

@@ -1,0 +1,141 @@
+"""What really goes out: bodies against a golden file, conversations in order, headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.mock_server import Body, MockServer
+from tetrad.bench.backends import write_body
+from tetrad.bench.datasets import build
+from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.serving import bench_serve
+from tetrad.bench.tokens import Vocabulary
+from tetrad.bench.workload import Seeds
+from tetrad.cli.narrator import Narrator
+from tetrad.core.records import BenchRun
+from tetrad.data import embedded_model
+
+GOLDEN = Path(__file__).with_name("golden_bodies.json")
+"""Written with `sent_by_all`; a change is a change of what every user sends."""
+
+SMALL: dict[str, Any] = {
+    "num_prompts": 2,
+    "random_input_len": 12,
+    "random_output_len": 6,
+    "seed": 7,
+}
+GROUPS: dict[str, Any] = {
+    "dataset_name": "generated-shared-prefix",
+    "gsp_num_groups": 1,
+    "gsp_prompts_per_group": 1,
+    "gsp_system_prompt_len": 6,
+    "gsp_question_len": 3,
+    "gsp_output_len": 2,
+    "gsp_num_turns": 2,
+    "seed": 7,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "random-ids to /generate": SMALL,
+    "random-ids to completions": SMALL | {"backend": "sglang-oai", "top_p": 0.9},
+    "random-ids to chat": SMALL | {"backend": "vllm-chat", "return_logprob": True},
+    "random": SMALL | {"dataset_name": "random", "disable_stream": True},
+    "random as tokens": SMALL | {"dataset_name": "random", "tokenize_prompt": True},
+    "random to openai": SMALL | {"dataset_name": "random", "backend": "openai"},
+    "log-probabilities": SMALL
+    | {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": (5,)},
+    "turns to /generate": GROUPS,
+    "turns to chat": GROUPS | {"backend": "sglang-oai-chat", "served_model_name": "other"},
+}
+
+
+def sent_by_all() -> dict[str, list[Body]]:
+    """The bodies of every case, as JSON has them."""
+    vocabulary = Vocabulary(embedded_model())
+    sent = {}
+    for name, options in CASES.items():
+        config = BenchServeConfig.parse(options)
+        prompts = build(config, Seeds.of(config), vocabulary)
+        bodies = [write_body(config, "m", prompt) for prompt in prompts]
+        sent[name] = json.loads(json.dumps(bodies))
+    return sent
+
+
+def test_bodies_are_those_of_the_golden_file():
+    assert sent_by_all() == json.loads(GOLDEN.read_text())
+
+
+async def run(url: str, **options) -> tuple[BenchRun, list[str]]:
+    said: list[str] = []
+
+    class Listener(Narrator):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    base = {"base_url": url, "warmup_requests": 0, "tokenizer": embedded_model()}
+    return await bench_serve(BenchServeConfig.parse(base | options), Listener(show_bar=False)), said
+
+
+@pytest.mark.parametrize("backend", ["tetrad", "vllm-chat"])
+async def test_a_turn_leaves_when_the_one_before_has_ended(backend: str):
+    server = MockServer()
+    options = GROUPS | {"gsp_prompts_per_group": 3, "gsp_num_turns": 3, "gsp_output_len": 4}
+    async with server.running() as url:
+        result, _ = await run(url, backend=backend, output_details=True, **options)
+    assert (result.completed, result.failed) == (9, 0)
+    by_index = {request.index: request for request in result.requests}
+    for index in range(9):
+        if index % 3:
+            before, now = by_index[index - 1], by_index[index]
+            assert now.due_s >= before.ended_s
+            assert now.sent_s >= now.due_s
+    sizes = [len(body.get("input_ids") or body["messages"]) for body in server.bodies]
+    assert sorted(sizes) == sorted(([9, 16, 23] if backend == "tetrad" else [1, 3, 5]) * 3)
+
+
+async def test_a_conversation_goes_on_after_a_failure():
+    server = MockServer("http 500")
+    async with server.running() as url:
+        result, _ = await run(url, **(GROUPS | {"gsp_num_turns": 3}))
+    assert (result.completed, result.failed) == (0, 3)
+
+
+async def test_the_distribution_and_the_arrivals_that_ran_are_told():
+    async with MockServer().running() as url:
+        options = SMALL | {"num_prompts": 5, "random_range_ratio": 1.0, "rate_profile": ("40:1",)}
+        result, said = await run(url, **options)
+    assert "prompt lengths: 5 requests, 60 tokens, mean 12.0, min 12, median 12, max 12" in said
+    assert "arrivals: Poisson, 40:1; the last of 5 is due at 0.10 s" in said
+    assert result.workload.arrivals == "Poisson, 40:1"
+    assert result.workload.request_rate == pytest.approx(40)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [
+        ({"OPENAI_API_KEY": "a"}, "Bearer a"),
+        ({"API_KEY": "b"}, "b"),
+        ({"OPENAI_API_KEY": "a", "API_KEY": "b"}, "Bearer a"),
+    ],
+)
+def test_keys_come_from_the_environment(keys, sent: str, monkeypatch):
+    from tetrad.cli.main import app
+
+    for name in ("OPENAI_API_KEY", "API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    seen: list[BenchServeConfig] = []
+    parse = BenchServeConfig.parse
+
+    def parsed(values):
+        seen.append(parse(values))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BenchServeConfig, "parse", parsed)
+    with pytest.raises(KeyboardInterrupt):
+        app(["bench", "serve", "--header", "X-Run=7"], exit_on_error=False, print_error=False)
+    assert seen[0].headers == {"X-Run": "7", "Authorization": sent}
