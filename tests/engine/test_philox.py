@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tetrad.engine.philox import derived_seed, philox4x32, uniform
+from tetrad.engine.uniforms import FEW, uniforms
 
 ONES = 0xFFFFFFFF
 
@@ -49,3 +50,11 @@ def test_drawn_seeds_differ_and_fit_63_bits():
     assert len(set(seeds)) == 1000
     assert max(seeds) < 2**63
     assert derived_seed(8, 0) != seeds[0]
+
+
+@pytest.mark.parametrize("count", [1, FEW, FEW + 1, 500])
+def test_many_numbers_at_once_are_the_same(count: int):
+    seeds = [(n * 0x9E3779B97F4A7C15) % 2**63 for n in range(count)]
+    indices = [n * n * 7 + (n % 5) * 2**35 for n in range(count)]
+    expected = [uniform(*pair) for pair in zip(seeds, indices, strict=True)]
+    assert uniforms(seeds, indices).tolist() == expected

@@ -14,6 +14,7 @@ REASONS = {
     "--page-size": "a page always has 64 tokens; leave it out",
     "--max-prefill-tokens": "--chunked-prefill-size is the token budget of a step",
     "--enable-mixed-chunk": "prompts and running requests always share a step; leave it out",
+    "--disable-cuda-graph-padding": "--cuda-graph-bs lists the sizes that need none; leave it out",
     "--enable-metrics": "/metrics is always there; leave it out",
     "--watchdog-timeout": "--step-timeout takes its place",
     "--nsa-": "--attention-backend chooses for all of attention",

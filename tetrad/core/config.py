@@ -195,6 +195,7 @@ class ServeConfig(Config):
         None,
         "Most sequences of a decode step that is recorded as a CUDA graph. Default: "
         "max_running_requests; less where memory ends.",
+        aliases=("--cuda-graph-max-bs-decode",),
         group="Scheduling",
         ge=1,
         le=65536,
@@ -202,6 +203,7 @@ class ServeConfig(Config):
     cuda_graph_bs: tuple[BatchSize, ...] = option(
         (),
         "Sizes of decode steps to record instead of the usual ones; others are padded to the next.",
+        aliases=("--cuda-graph-bs-decode",),
         group="Scheduling",
     )
     mem_fraction_static: float | None = option(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tetrad.core.request import SamplingParams, TokenLogprob
 from tetrad.core.step import SampledToken, SampleWork, StepResult
-from tetrad.engine.philox import uniform
 from tetrad.engine.transfer import Fetch, to_device
+from tetrad.engine.uniforms import uniforms
 from tetrad.kernels.select import OpSet
 
 MIN_TEMPERATURE = 1e-5
@@ -88,18 +88,12 @@ class Sampler:
         temperatures = [_temperature(work.params) for work in works]
         if not any(temperatures):
             return self._sample_op(logits, None)
-        draws = [
-            uniform(work.seed, work.num_generated) if temperature else 0.0
-            for work, temperature in zip(works, temperatures, strict=True)
-        ]
+        draws = uniforms([work.seed for work in works], [work.num_generated for work in works])
         params = [work.params for work in works]
-        columns = [
-            temperatures,
-            [max(p.top_p, MIN_TOP_P) for p in params],
-            [p.min_p for p in params],
-            draws,
-        ]
-        on_device = to_device(torch.tensor(columns), logits.device)
+        rules = torch.tensor(
+            [temperatures, [max(p.top_p, MIN_TOP_P) for p in params], [p.min_p for p in params]]
+        )
+        on_device = to_device(torch.cat([rules, draws.unsqueeze(0)]), logits.device)
         top_k = to_device(torch.tensor([p.top_k for p in params]), logits.device)
         temperature, top_p, min_p, draw = on_device
         return self._sample_op(logits, temperature, top_k, top_p, min_p, draw)
