@@ -80,7 +80,10 @@ def test_the_shapes_of_a_config_file_and_of_a_preset(tetrad, tmp_path: Path):
         (["--backends", "tritn"], "Did you mean 'triton'?"),
         (["--ops", "moe_blok"], "Did you mean 'moe_block'?"),
         (["--ops", "moe_block", "--routing", "uniform"], "a router does not deal tokens evenly"),
-        (["--backends", "gluon", "--ops", "mla"], "none of the ops asked for has such a one; mla"),
+        (
+            ["--backends", "gluon", "--ops", "rope"],
+            "none of the ops asked for has such a one; rope",
+        ),
         (["--model", "glm5"], "Did you mean 'glm-5'?"),
         (["--tokens", "1,x"], "--tokens 1,x: whole numbers from 1 on with commas"),
         (["--tokens", "0"], "whole numbers from 1 on"),
