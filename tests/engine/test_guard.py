@@ -17,12 +17,14 @@ from tests.engine.fakes import (
     make_request,
     make_scheduler,
 )
+from tests.engine.test_graphs import FakeRecorder
 from tests.factories import tiny_glm_folder
 from tetrad.core.config import ServeConfig
 from tetrad.core.request import Request, RequestOutput
 from tetrad.core.step import PENDING, StepPlan
 from tetrad.data import embedded_model
 from tetrad.engine.engine import Engine
+from tetrad.engine.graphs import DecodeGraphs, GraphPlan
 from tetrad.engine.guard import NanGuard
 from tetrad.engine.load import load_engine
 from tetrad.engine.runner import Runner
@@ -160,6 +162,23 @@ def test_what_does_not_happen_again_is_tried_again(folder: Path, caplog: pytest.
     assert told(run(engine, requests())) == expected
     assert "it did not happen again; these requests are computed again" in caplog.text
     assert guard_of(engine)._switches["mla"].backend.name == "broken"
+
+
+def test_what_keeps_happening_in_graphs_alone_ends_them(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    expected = told(run(load(folder), requests()))
+    engine = load(folder)
+    assert isinstance(engine.runner, Runner)
+    unused = GraphPlan((1,), 16, 100, scratch_page=0)
+    engine.runner.graphs = DecodeGraphs(
+        lambda batch: batch.kv_lens, unused, FakeRecorder(), torch.device("cpu")
+    )
+    calls = iter(range(10**6))
+    break_op(engine, "mla", lambda num_rows: num_rows == 3 and next(calls) in (2, 20))
+    assert told(run(engine, requests())) == expected
+    assert "2 times by now; steps run without graphs; these requests" in caplog.text
+    assert engine.runner.graphs is None
 
 
 class HopefulGuard:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.engine.fakes import make_limits
+from tests.factories import tiny_glm_folder
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.load import load_engine
 from tetrad.engine.prepare import graph_sizes, largest_step, without_effect
+from tetrad.engine.runner import Runner
 
 
 @pytest.mark.parametrize(
@@ -72,3 +77,17 @@ def test_the_largest_step_fills_the_budget(step: int, context: int):
         assert set(work.pages) == {16}
         assert len(work.pages) * PAGE_TOKENS >= work.num_kv_tokens
         assert work.sample is not None
+
+
+def test_the_largest_step_runs_on_a_cache_nobody_has_written_to(tmp_path: Path):
+    """Its numbers mean nothing; sequences' pages keep what they hold."""
+    config = ServeConfig(model=tiny_glm_folder(tmp_path), device="cpu", max_total_tokens=1024)
+    engine = load_engine(config)
+    assert isinstance(engine.runner, Runner)
+    limits, cache = engine.scheduler.limits, engine.runner.cache
+    cache.poison()
+    plan = largest_step(limits, scratch_page=limits.num_pages)
+    assert len(engine.runner.launch(plan).wait().sampled) == limits.max_running_requests
+    for pool in (*cache.latent, *cache.index_keys.values()):
+        assert pool[:-1].isnan().all()
+        assert not pool[-1].isnan().all()

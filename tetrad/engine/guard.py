@@ -29,6 +29,10 @@ _log = logging.getLogger(__name__)
 NOT_JUDGED = ("store_latent", "index_score", "index_select", "sort_tokens", "sample")
 """Ops that give integers, or whose results rightly hold numbers that are not finite."""
 
+MOST_PASSING = 2
+"""Faults that do not happen again before recorded steps are no longer trusted."""
+MOST_LISTED = 4
+
 Refusal = Callable[[Op, Backend], str | None]
 """Why a backend cannot be used here, canary included; None if it can."""
 
@@ -62,6 +66,7 @@ class NanGuard:
         self._model = model
         self._switches = switches
         self._refusal = refusal
+        self._num_passing = 0
 
     def cure(self, plan: StepPlan, rids: Collection[str]) -> bool:
         """The logits of `rids` in `plan`, whose tokens are all known, were not finite. Is there
@@ -71,14 +76,24 @@ class NanGuard:
             logits = self._runner.compute(plan)
         if watch.fault is not None:
             is_curable, found = watch.fault.successor is not None, str(watch.fault)
+        elif _is_finite(logits[watch.rows.samples]):
+            is_curable, found = True, self._passing()
         else:
-            is_curable = _is_finite(logits[watch.rows.samples])
-            found = "it did not happen again" if is_curable else "no op alone is at fault"
+            is_curable, found = False, "no op alone is at fault"
         end = "these requests are computed again" if is_curable else "these requests fail"
-        _log.warning("Logits of %s were not finite; %s; %s.", ", ".join(rids), found, end)
+        _log.warning("Logits of %s were not finite; %s; %s.", _listed(rids), found, end)
         if watch.fault is not None and is_curable:
             self._runner.renew_graphs()
         return is_curable
+
+    def _passing(self) -> str:
+        """What does not happen without a graph may happen in graphs alone: after some time of that
+        steps run without."""
+        self._num_passing += 1
+        if self._runner.graphs is None or self._num_passing < MOST_PASSING:
+            return "it did not happen again"
+        self._runner.graphs = None
+        return f"it did not happen again, {MOST_PASSING} times by now; steps run without graphs"
 
     def _others(self, switch: Switch) -> Iterator[Backend]:
         """Backends that could stand behind a switch, in order of preference: those that can run
@@ -180,6 +195,12 @@ class _WatchedLayer:
         result = self._layer(*args)
         self._watch.layer = None
         return result
+
+
+def _listed(rids: Collection[str]) -> str:
+    names = sorted(rids)
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more
 
 
 def _floats(values: Sequence[Any]) -> list[Tensor]:
