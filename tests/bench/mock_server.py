@@ -21,7 +21,7 @@ class MockServer:
         self,
         behaviour: str = "good",
         healthy: int = 0,
-        can_flush: bool = True,
+        flush_path: str | None = "/flush_cache",
         models_status: Sequence[int] = (200,),
         models: Any = ({"id": "mock"},),
         info_status: int = 404,
@@ -33,7 +33,7 @@ class MockServer:
         self.info_status = info_status
         self.moved_to = moved_to
         self.healthy = healthy
-        self.can_flush = can_flush
+        self.flush_path = flush_path
         self.bodies: list[Body] = []
         self.flushes = 0
         self.headers: list[dict[str, str]] = []
@@ -43,8 +43,8 @@ class MockServer:
         app = web.Application()
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/server_info", self.server_info)
-        if self.can_flush:
-            app.router.add_post("/flush_cache", self.flush)
+        if self.flush_path is not None:
+            app.router.add_post(self.flush_path, self.flush)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self.generate)
         async with TestServer(app, shutdown_timeout=0.1) as server:

@@ -18,6 +18,7 @@ SGLANG_KEYS = [
     "dataset_name",
     "request_rate",
     "max_concurrency",
+    "sharegpt_output_len",
     "random_input_len",
     "random_output_len",
     "random_range_ratio",

@@ -238,6 +238,13 @@ async def test_an_interrupt_keeps_what_was_measured(prompts):
 
 
 async def test_flush_cache_on_a_server_without_the_route(prompts):
-    async with MockServer(can_flush=False).running() as url:
-        with pytest.raises(ConfigError, match="has no /flush_cache route"):
+    async with MockServer(flush_path=None).running() as url:
+        with pytest.raises(ConfigError, match="has neither /flush_cache nor /reset_prefix_cache"):
             await run(config(url, prompts, flush_cache=True))
+
+
+async def test_flush_cache_by_vllms_route(prompts):
+    server = MockServer(flush_path="/reset_prefix_cache")
+    async with server.running() as url:
+        await run(config(url, prompts, flush_cache=True))
+    assert server.flushes == 1

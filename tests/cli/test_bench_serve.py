@@ -27,9 +27,8 @@ def test_a_clean_run_prints_the_block_and_appends_a_line(tetrad, prompts, tmp_pa
     common = ["--dataset-name", "custom", "--dataset-path", prompts, "--output-file", str(results)]
     with beside(MockServer()) as url:
         for _ in range(2):
-            code, out, err = tetrad(
-                "bench", "serve", "--base-url", url, *common, "--output-details"
-            )
+            more = ["--output-details", "--tag", "a", "--cache-report", "--burstiness", "inf"]
+            code, out, err = tetrad("bench", "serve", "--base-url", url, *common, *more)
             assert code == 0
     assert out.startswith("\n============ Serving Benchmark Result ============\n")
     assert "Successful requests:                     4         " in out.splitlines()
@@ -37,7 +36,10 @@ def test_a_clean_run_prints_the_block_and_appends_a_line(tetrad, prompts, tmp_pa
     first, second = (json.loads(line) for line in results.read_text().splitlines())
     assert first["completed"] == second["completed"] == 4
     assert first["output_lens"] == [8, 8, 8, 8]
+    assert first["tag"] == "a"
+    assert first["cache_report"]["total_cached_tokens"] == 0
     record = BenchRun.model_validate(first["tetrad"])
+    assert record.asked["burstiness"] == "inf"
     assert record.workload.wanted_tokens.mean == 8
     assert len(record.requests) == 4
 

@@ -16,7 +16,7 @@ WIDTH = 50
 def block(run: BenchRun, *, cache_report: bool = False) -> str:
     """The block between its two rules, without a line end after the last."""
     times = run.latencies
-    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_totals(run)]
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_totals(run), *_goodput(run)]
     lines += _section("End-to-End Latency", "E2E Latency", times.e2e_ms)
     lines += _section("Time to First Token", "TTFT", times.ttft_ms)
     lines += _section("Time per Output Token (excl. 1st token)", "TPOT", times.tpot_ms)
@@ -26,6 +26,23 @@ def block(run: BenchRun, *, cache_report: bool = False) -> str:
     if cache_report:
         lines += _cache(run)
     return "\n".join([*lines, "=" * WIDTH])
+
+
+def _goodput(run: BenchRun) -> list[str]:
+    good = run.goodput
+    if good is None:
+        return []
+    bounds = " ".join(f"{name}:{bound:g}" for name, bound in good.objectives_ms.items())
+    return [
+        f"{'Goodput':-^{WIDTH}}",
+        _row("SLOs (ms):", bounds),
+        _row("Request goodput (req/s):", good.requests_per_s),
+        _row("SLO attainment (%):", good.attainment * 100),
+        *(
+            _row(f"{name.upper()} SLO attainment (%):", share * 100)
+            for name, share in good.attainment_of.items()
+        ),
+    ]
 
 
 def _cache(run: BenchRun) -> list[str]:
@@ -107,11 +124,12 @@ def sglang_keys(run: BenchRun) -> dict[str, object]:
     """
     workload = run.workload
     keys: dict[str, object] = {
-        "tag": None,
+        "tag": run.asked.get("tag"),
         "backend": run.backend,
         "dataset_name": workload.dataset,
         "request_rate": workload.request_rate,
         "max_concurrency": workload.max_concurrency,
+        "sharegpt_output_len": run.asked.get("sharegpt_output_len"),
         "random_input_len": workload.random_input_len,
         "random_output_len": workload.random_output_len,
         "random_range_ratio": workload.random_range_ratio,
@@ -131,12 +149,20 @@ def sglang_keys(run: BenchRun) -> dict[str, object]:
     }
     for name in ("e2e_latency", "ttft", "tpot", "itl"):
         keys |= _spread_keys(name, _named(run, name))
-    return keys | {
+    keys |= {
         "concurrency": run.concurrency,
         "accept_length": None,
         "max_output_tokens_per_s": run.peak_output_tokens_per_s,
         "max_concurrent_requests": run.peak_concurrency,
     }
+    if run.goodput is not None:
+        keys |= {
+            "goodput_slos_ms": run.goodput.objectives_ms,
+            "request_goodput": run.goodput.requests_per_s,
+            "slo_attainment": run.goodput.attainment,
+            "slo_attainment_by_metric": run.goodput.attainment_of,
+        }
+    return keys
 
 
 def _named(run: BenchRun, name: str) -> Spread | None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from pydantic import field_validator, model_validator
 
+from tetrad.bench.goodput import parse_objectives
 from tetrad.bench.options_workload import WorkloadOptions
 from tetrad.bench.rates import parse_profile
 from tetrad.core.config import option
+
+SECRET = {"api_key", "authorization", "header"}
 
 
 class BenchServeConfig(WorkloadOptions):
@@ -65,6 +69,11 @@ class BenchServeConfig(WorkloadOptions):
     output_details: bool = option(
         False, "Write every request's lengths, times and text too.", group="Result"
     )
+    goodput: tuple[str, ...] = option(
+        (),
+        "Count requests that met these bounds, as ttft:MS, tpot:MS and e2el:MS.",
+        group="Result",
+    )
     tag: str | None = option(None, "A word that goes into the result's line.", group="Result")
     cache_report: bool = option(
         False, "Show how many prompt tokens came from the server's prefix cache.", group="Result"
@@ -73,6 +82,12 @@ class BenchServeConfig(WorkloadOptions):
         0, "Exit with 0 although up to this many requests failed.", group="Result", ge=0
     )
     disable_tqdm: bool = option(False, "Show no progress bar.", group="Result")
+
+    @field_validator("goodput")
+    @classmethod
+    def _are_objectives(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        parse_objectives(words)
+        return words
 
     @field_validator("rate_profile")
     @classmethod
@@ -85,3 +100,19 @@ class BenchServeConfig(WorkloadOptions):
         if self.rate_profile and not math.isinf(self.request_rate):
             raise ValueError("--rate-profile takes the place of --request-rate; give one of them")
         return self
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> BenchServeConfig:
+        times = {word.partition(":")[0] for word in self.goodput} & {"ttft", "tpot"}
+        if self.disable_stream and times:
+            raise ValueError(
+                f"--goodput {times.pop()} needs a stream, whose first token has a time; leave "
+                "--disable-stream out or bound e2el alone"
+            )
+        return self
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What differs from the defaults, as JSON has it, without keys and headers."""
+        values = self.model_dump(mode="json", exclude_defaults=True, exclude=SECRET)
+        return {name: "inf" if value == math.inf else value for name, value in values.items()}

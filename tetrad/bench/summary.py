@@ -10,10 +10,12 @@ from tetrad import __version__
 from tetrad.bench import measure
 from tetrad.bench.arrivals import in_words, offered_rate
 from tetrad.bench.client import LoadResult
+from tetrad.bench.goodput import goodput, parse_objectives
 from tetrad.bench.measure import Answer, TokenSource
 from tetrad.bench.plan import Plan
 from tetrad.core.records import BenchRun, RequestRecord, Spread, Workload
 
+DISAGREEMENT_SHARE = 0.02
 LATE_SHARE = 0.01
 """A client that sends later than this share of the latency distorts it."""
 
@@ -39,6 +41,7 @@ def record(
         model=plan.model,
         server_info=server_info,
         workload=described(plan),
+        asked=config.asked,
         duration_s=load.duration_s,
         completed=len(good),
         failed=len(records) - len(good),
@@ -57,6 +60,9 @@ def record(
         else None,
         peak_concurrency=measure.peak_in_flight(records),
         concurrency=times.e2e_ms.mean * len(good) / 1e3 / load.duration_s,
+        goodput=goodput(parse_objectives(config.goodput), records, load.duration_s)
+        if config.goodput
+        else None,
         requests=records if config.output_details else [],
     )
     return run.model_copy(update={"notes": list(notes(plan, run, answers))})
@@ -123,11 +129,27 @@ def notes(plan: Plan, run: BenchRun, answers: Sequence[Answer]) -> Iterator[str]
             "that is not counted as a failure; sglang-oai and vllm send it."
         )
     yield from _counting_notes(run, answers)
+    yield from disagreement(run)
     late_ms = run.latencies.queue_ms.p99
     if plan.config.max_concurrency is None and late_ms > LATE_SHARE * run.latencies.e2e_ms.mean:
         yield (
             f"the client sent requests up to {late_ms:.1f} ms (P99) after they were due; it may "
             "have been too busy."
+        )
+
+
+def disagreement(run: BenchRun) -> Iterator[str]:
+    """Output tokens by the server against the tokenizer of the client. Random output differs by
+    itself: its tokens need not be those that the tokenizer would choose for the same text."""
+    again = run.output_tokens_retokenized
+    if again is None or run.token_source != "server" or not run.output_tokens:
+        return
+    share = abs(again - run.output_tokens) / run.output_tokens
+    if share > DISAGREEMENT_SHARE:
+        yield (
+            f"the server counts {run.output_tokens} output tokens, the client's tokenizer {again} "
+            f"for the same text, {share:.1%} apart; unless the output is random or has special "
+            "tokens, --tokenizer is not the server's or the server miscounts."
         )
 
 

@@ -105,14 +105,16 @@ async def server_info(client: Client) -> dict[str, Any] | None:
 
 
 async def flush_cache(client: Client, timeout_s: float) -> None:
-    """Empty the prefix cache. Raises when the server has no such route or refuses."""
-    path = f"/flush_cache?timeout={timeout_s:g}"
-    async with client.session.post(client.url + path, allow_redirects=False) as answer:
-        body = await answer.read()
-    if answer.status == 404:
-        raise ConfigError(
-            f"--flush-cache: {client.url} has no /flush_cache route; leave the flag out (prompts "
-            "are fresh for every run all the same)."
-        )
-    if not 200 <= answer.status < 300:
-        raise BenchFailure(f"The server did not flush its cache: {error_message(body)}")
+    """Empty the prefix cache, by SGLang's route or vLLM's. Raises when the server has neither or
+    refuses."""
+    for path in (f"/flush_cache?timeout={timeout_s:g}", "/reset_prefix_cache"):
+        async with client.session.post(client.url + path, allow_redirects=False) as answer:
+            body = await answer.read()
+        if 200 <= answer.status < 300:
+            return
+        if answer.status not in (404, 405):
+            raise BenchFailure(f"The server did not flush its cache: {error_message(body)}")
+    raise ConfigError(
+        f"--flush-cache: {client.url} has neither /flush_cache nor /reset_prefix_cache; leave the "
+        "flag out (generated prompts are fresh for every run all the same)."
+    )

@@ -52,8 +52,6 @@ REASONS = {
     "leave it out",
     "--mooncake-workload": "nothing is downloaded; give the trace with --dataset-path",
     "--fake-prefill": "a prefill that is left out measures no server; leave it out",
-    "--goodput": "--output-details with --output-file writes every request's ttft_ms, tpot_ms and "
-    "times, from which it follows",
     "--rust-client": _CLIENT,
     "--rust-worker-threads": _CLIENT,
 }
@@ -74,7 +72,7 @@ ACCEPTED = (
     *("--tokenize-prompt", "--gsp-num-groups", "--gsp-prompts-per-group"),
     *("--gsp-system-prompt-len", "--gsp-question-len", "--gsp-output-len", "--gsp-range-ratio"),
     *("--gsp-num-turns", "--gsp-ordered", "--gsp-group-distribution", "--gsp-zipf-alpha"),
-    *("--mooncake-slowdown-factor", "--mooncake-num-rounds", "--tag", "--header"),
+    *("--mooncake-slowdown-factor", "--mooncake-num-rounds", "--goodput", "--tag", "--header"),
 )
 """The flags of `sglang.bench_serving` that mean the same here."""
 

@@ -47,8 +47,9 @@ def append(run: BenchRun, config: BenchServeConfig) -> None:
     assert config.output_file is not None
     details = detail_keys(run) if config.output_details else {}
     cache = cache_keys(run) if config.cache_report else {}
-    keys = {**sglang_keys(run), "tag": config.tag, **cache, **details}
-    line = json.dumps({**keys, "tetrad": run.model_dump(mode="json")})
+    line = json.dumps(
+        {**sglang_keys(run), **cache, **details, "tetrad": run.model_dump(mode="json")}
+    )
     with config.output_file.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     print(f"result appended to {config.output_file}", file=sys.stderr)

@@ -153,6 +153,18 @@ class Latencies(Record):
     """Waited in the client, for `max_concurrency` or because the client was late."""
 
 
+class Goodput(Record):
+    """Requests that met every objective."""
+
+    objectives_ms: dict[str, float]
+    """Bounds on ttft, tpot and e2el (end-to-end latency)."""
+    requests_per_s: float
+    attainment: float
+    """Share of the requests that ended, failures among them."""
+    attainment_of: dict[str, float]
+    """The same for each objective alone."""
+
+
 class BenchRun(Record):
     """One run of `tetrad bench serve`."""
 
@@ -167,6 +179,8 @@ class BenchRun(Record):
     server_info: dict[str, Any] | None
     """The server's own account of itself, as it gave it."""
     workload: Workload
+    asked: dict[str, Any] = Field(default_factory=dict)
+    """Options that differ from their defaults, without what lets the client in."""
     duration_s: float
     """First request due until last answer complete."""
     completed: int
@@ -192,6 +206,8 @@ class BenchRun(Record):
     """Most requests in flight at one instant."""
     concurrency: float
     """Mean number in flight: sum of end-to-end latencies over the duration (Little's law)."""
+    goodput: Goodput | None = None
+    """None when no objectives were given."""
     notes: list[str] = Field(default_factory=list)
     """What a reader must know before believing a figure."""
     requests: list[RequestRecord] = Field(default_factory=list)
