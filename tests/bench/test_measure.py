@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tetrad.bench.backends import Reading
-from tetrad.bench.client import Trace
 from tetrad.bench.measure import (
     Answer,
     answer,
@@ -15,6 +14,7 @@ from tetrad.bench.measure import (
     peak_in_flight,
     peak_tokens_per_s,
 )
+from tetrad.bench.wire import Trace
 from tetrad.bench.workload import Prompt
 from tetrad.core.records import Failure, RequestRecord, Spread
 

@@ -1,4 +1,4 @@
-"""Sends requests and keeps what comes back as bytes with time stamps.
+"""Sends requests when they are due and keeps what comes back as bytes with time stamps.
 
 Nothing is parsed while the load runs: a client that is busy decoding stamps the next token late and
 calls it the server's fault. Only when the bytes kept pass a limit are finished answers read early.
@@ -7,66 +7,38 @@ calls it the server's fault. Only when the bytes kept pass a limit are finished 
 from __future__ import annotations
 
 import asyncio
+import gc
+import heapq
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
 
-from tetrad.core.records import Failure
+from tetrad.bench.http1 import request_head, with_body
+from tetrad.bench.lag import Watched
+from tetrad.bench.wire import Pool, Size, Trace
+from tetrad.bench.wire import in_words as transport_words
 
 READ_BUFFER_BYTES = 10 * 2**20
-KEEP_ALIVE_S = 2.0
-"""Idle connections are dropped sooner than common servers drop them (5 s), so that no request goes
-out on a connection that is just being closed."""
-
-
-@dataclass(slots=True)
-class Trace:
-    """One request as the network saw it. Times are seconds since the start of the run."""
-
-    index: int
-    due_s: float = 0.0
-    sent_s: float = 0.0
-    ended_s: float = 0.0
-    status: int = 0
-    content_type: str = ""
-    reads: list[tuple[float, bytes]] = field(default_factory=list)
-    failure: Failure | None = None
-    """What the transport says; the content is judged later."""
-    is_finished: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How much of an answer has come."""
-
-    num_bytes: int = 0
-    num_lines: int = 0
-
-    @classmethod
-    def most(cls, num_tokens: int) -> Size:
-        """Far more than any server needs for `num_tokens`: a dozen lines for each and thousands of
-        keep-alives, and with each token the whole text so far."""
-        return cls(num_bytes=64 * (2**20 + num_tokens**2), num_lines=10_000 + 16 * num_tokens)
-
-    def plus(self, read: bytes) -> Size:
-        return Size(self.num_bytes + len(read), self.num_lines + read.count(b"\n"))
-
-    def exceeds(self, most: Size) -> bool:
-        return self.num_bytes > most.num_bytes or self.num_lines > most.num_lines
-
-    def __str__(self) -> str:
-        return f"{self.num_bytes} bytes in {self.num_lines} lines"
+SENT_AT_ONCE = 16
+"""Requests written before the loop may read again."""
+EARLY_S = 0.5e-3
+"""Half the resolution of the loop's timers: a request due this soon is sent now."""
+SWEEP_S = 0.5
+OPENED_AHEAD_S = 1.0
+"""Requests due this soon after the start find their connections open."""
 
 
 class Client:
-    """A keep-alive HTTP client without a cap on connections."""
+    """Where the server is and how it is spoken to; the requests beside the load go through
+    `session`."""
 
     def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
         self.url = url
-        self._headers = headers
-        self._timeout_s = timeout_s
+        self.headers = headers
+        self.timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -74,11 +46,10 @@ class Client:
         """Opened on first use, inside the running loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=self._timeout_s, sock_read=self._timeout_s
+                    total=None, sock_connect=self.timeout_s, sock_read=self.timeout_s
                 ),
-                headers=self._headers,
+                headers=self.headers,
                 read_bufsize=READ_BUFFER_BYTES,
             )
         return self._session
@@ -88,53 +59,13 @@ class Client:
         if self._session is not None:
             await self._session.close()
 
-    async def post(
-        self, path: str, body: bytes, trace: Trace, clock: Callable[[], float], most: Size
-    ) -> None:
-        """Send one request and read its answer into `trace`; failures are recorded, not raised.
-        An answer beyond `most` is cut off. Redirects are not followed: what answers then is not
-        what was to be measured."""
-        trace.sent_s = clock()
-        size = Size()
-        try:
-            async with self.session.post(
-                self.url + path,
-                data=body,
-                headers={"Content-Type": "application/json"},
-                allow_redirects=False,
-            ) as answer:
-                trace.status = answer.status
-                trace.content_type = answer.content_type
-                async for read in answer.content.iter_any():
-                    trace.reads.append((clock(), read))
-                    size = size.plus(read)
-                    if size.exceeds(most):
-                        trace.failure = Failure(kind="endless", message=f"no end after {size}")
-                        break
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            trace.failure = transport_failure(error, answered=trace.status != 0)
-        trace.ended_s = clock()
-        trace.is_finished = True
-
-
-def transport_failure(error: Exception, *, answered: bool) -> Failure:
-    """Name what went wrong below HTTP. `answered`: a status line had come."""
-    message = in_words(error)
-    if isinstance(error, TimeoutError):
-        return Failure(kind="timeout", message=message)
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return Failure(kind="refused", message=message)
-    if answered:
-        return Failure(kind="truncated", message=f"the connection broke: {message}")
-    return Failure(kind="disconnected", message=message)
-
 
 def in_words(error: Exception) -> str:
     """What a transport error says, on one line."""
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error.strerror or str(error.os_error)
         return f"cannot connect to {error.host}:{error.port}: {cause}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return transport_words(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +75,24 @@ class Load:
     path: str
     bodies: Sequence[bytes]
     due_s: Sequence[float]
+    """Ascending."""
     after: Sequence[int | None] = ()
     """For each the index of an earlier one whose end it waits for; its `due_s` counts from then."""
     max_concurrency: int | None = None
     most_tokens: int = 100_000
     """What the longest answer may have."""
+
+    @property
+    def slots(self) -> int:
+        """Most requests in flight."""
+        return min(self.max_concurrency or len(self.bodies), len(self.bodies))
+
+    @property
+    def openers(self) -> list[int]:
+        """Indices of the requests that wait for no other's end."""
+        if not self.after:
+            return list(range(len(self.bodies)))
+        return [index for index, before in enumerate(self.after) if before is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,40 +103,177 @@ class LoadResult:
     """One per request that became due; after an interrupt some are not finished."""
     duration_s: float
     interrupted: bool
+    watched: Watched = field(default_factory=Watched)
 
 
-async def run_load(client: Client, load: Load, on_finished: Callable[[Trace], None]) -> LoadResult:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a load that one process carries."""
+
+    slots: int
+    take: Callable[[], int | None]
+    """Index of the next opener that no process has taken; None when there is none."""
+    start: Callable[[], float]
+    """Called when everything is ready; gives the `time.perf_counter` at which the run starts."""
+
+    @classmethod
+    def whole(cls, load: Load) -> Share:
+        """All of it."""
+        indices = itertools.chain(load.openers, itertools.repeat(None))
+        return cls(load.slots, lambda: next(indices), time.perf_counter)
+
+
+async def run_load(
+    client: Client, load: Load, on_finished: Callable[[Trace], None], share: Share | None = None
+) -> LoadResult:
     """Send everything and wait for it. A cancellation ends the load and is reported, not raised."""
-    start = time.perf_counter()
-    slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.bodies)))
-    traces: list[Trace] = []
-    tasks: list[asyncio.Task[None]] = []
-    most = Size.most(load.most_tokens)
-
-    def clock() -> float:
-        return time.perf_counter() - start
-
-    async def one(trace: Trace) -> None:
-        before = load.after[trace.index] if load.after else None
-        if before is not None:
-            await asyncio.wait([tasks[before]])
-            trace.due_s += traces[before].ended_s
-            await asyncio.sleep(trace.due_s - clock())
-        async with slots:
-            await client.post(load.path, load.bodies[trace.index], trace, clock, most)
-        on_finished(trace)
-
+    share = share or Share.whole(load)
+    pool = Pool(client.url, client.timeout_s, Size.most(load.most_tokens))
+    sender = Sender(pool, load, share, client.headers, on_finished)
     try:
-        for index, due_s in enumerate(load.due_s):
-            if (wait_s := due_s - clock()) > 0:
-                await asyncio.sleep(wait_s)
-            traces.append(Trace(index, due_s=due_s))
-            tasks.append(asyncio.create_task(one(traces[-1])))
-        await asyncio.gather(*tasks)
+        soon = sum(load.due_s[index] <= OPENED_AHEAD_S for index in load.openers)
+        await pool.open(min(share.slots, soon))
+        # What is here stays; the collector's pauses would be the server's.
+        gc.freeze()
+        gc.disable()
+        await sender.run()
     except asyncio.CancelledError:
-        duration_s = clock()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return LoadResult(traces, duration_s, interrupted=True)
-    return LoadResult(traces, clock(), interrupted=False)
+        return sender.result(interrupted=True)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        pool.close()
+    return sender.result(interrupted=False)
+
+
+class Sender:
+    """Gives each due request a connection, at most `share.slots` at once.
+
+    One opener at a time is taken from the others' reach, and only when a slot is free.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        load: Load,
+        share: Share,
+        headers: dict[str, str],
+        on_finished: Callable[[Trace], None],
+    ) -> None:
+        self._pool, self._load, self._share = pool, load, share
+        self._on_finished = on_finished
+        self._head = request_head(pool.parts, load.path, headers)
+        self._loop = asyncio.get_running_loop()
+        self._traces: list[Trace] = []
+        self._free = share.slots
+        self._free_since_s = 0.0
+        self._opener: int | None = None
+        self._due: list[tuple[float, int]] = []
+        """A heap of (seconds after the start, index): the opener taken, and followers whose
+        forerunner has ended."""
+        self._followers: dict[int, list[int]] = {}
+        for index, before in enumerate(load.after):
+            if before is not None:
+                self._followers.setdefault(before, []).append(index)
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self._origin = time.perf_counter()
+        self._ended = self._origin
+        self._done = asyncio.Event()
+        self._connecting: set[asyncio.Task[None]] = set()
+        pool.on_end = self._on_end
+
+    async def run(self) -> None:
+        """Until every answer has ended."""
+        self._origin = self._share.start()
+        if (wait_s := self._origin - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
+        self._pool.meter.start()
+        sweeps = asyncio.create_task(self._sweep())
+        try:
+            self._pump()
+            await self._done.wait()
+        finally:
+            self._ended = time.perf_counter()
+            self._is_over = True
+            self._pool.meter.stop()
+            sweeps.cancel()
+            for task in self._connecting:
+                task.cancel()
+
+    def result(self, *, interrupted: bool) -> LoadResult:
+        """What there is, finished or not."""
+        watched = self._pool.meter.seen
+        self._traces.sort(key=lambda trace: trace.index)
+        return LoadResult(self._traces, self._ended - self._origin, interrupted, watched)
+
+    def _pump(self) -> None:
+        """Send what is due; come back when the next is, or when an answer ends."""
+        for _ in range(SENT_AT_ONCE):
+            if self._is_over or not self._free:
+                return
+            if self._opener is None and (index := self._share.take()) is not None:
+                self._opener = index
+                heapq.heappush(self._due, (self._load.due_s[index], index))
+            if not self._due:
+                self._look_whether_done()
+                return
+            due_s, index = self._due[0]
+            if (wait_s := due_s - (time.perf_counter() - self._origin)) > EARLY_S:
+                self._wake_in(wait_s)
+                return
+            heapq.heappop(self._due)
+            if index == self._opener:
+                self._opener = None
+            self._launch(index, due_s)
+        self._loop.call_soon(self._pump)
+
+    def _wake_in(self, wait_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(wait_s, self._pump)
+
+    def _launch(self, index: int, due_s: float) -> None:
+        ready_s = max(due_s, self._free_since_s)
+        trace = Trace(index, due_s=due_s, ready_s=ready_s, origin=self._origin)
+        self._traces.append(trace)
+        self._free -= 1
+        connection = self._pool.take()
+        if connection is not None:
+            connection.send(with_body(self._head, self._load.bodies[index]), trace)
+            return
+        task = asyncio.create_task(self._connect(trace))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, trace: Trace) -> None:
+        trace.sent_s = time.perf_counter() - self._origin
+        try:
+            connection = await self._pool.connect()
+        except (OSError, TimeoutError) as error:
+            trace.failure = self._pool.unreachable(error)
+            trace.ended_s = time.perf_counter() - self._origin
+            trace.is_finished = True
+            self._on_end(trace)
+            return
+        connection.send(with_body(self._head, self._load.bodies[trace.index]), trace)
+
+    def _on_end(self, trace: Trace) -> None:
+        self._on_finished(trace)
+        # Until now every slot was taken: the next request could not have gone sooner.
+        if not self._free:
+            self._free_since_s = trace.ended_s
+        self._free += 1
+        for index in self._followers.get(trace.index, ()):
+            heapq.heappush(self._due, (trace.ended_s + self._load.due_s[index], index))
+        self._pump()
+
+    def _look_whether_done(self) -> None:
+        if self._free == self._share.slots:
+            self._done.set()
+
+    async def _sweep(self) -> None:
+        period_s = min(SWEEP_S, self._pool.timeout_s / 4)
+        while True:
+            await asyncio.sleep(period_s)
+            self._pool.sweep()

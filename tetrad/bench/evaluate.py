@@ -15,9 +15,11 @@ from tetrad import __version__
 from tetrad.bench import target
 from tetrad.bench.abacus_problems import Problem, held_out_problems, is_correct
 from tetrad.bench.backends import CHAT
-from tetrad.bench.client import Client, Load, Trace, run_load
+from tetrad.bench.client import Client, Load, run_load
+from tetrad.bench.http1 import BadAnswerError
 from tetrad.bench.judge import error_message
 from tetrad.bench.measure import count_failures
+from tetrad.bench.wire import Trace
 from tetrad.core.errors import BenchFailure
 from tetrad.core.eval_records import EvalRun, KindScore, Mistake
 from tetrad.core.records import Failure
@@ -114,9 +116,13 @@ def _text(function: dict[str, Any]) -> str:
 
 def mark(problem: Problem, trace: Trace) -> Marked:
     """Compare the answer with the expected one; a request without an answer is wrong."""
-    answer = b"".join(read for _, read in trace.reads)
     if trace.failure is not None:
         return Marked(problem, "", is_right=False, failure=trace.failure)
+    try:
+        answer = trace.body()
+    except BadAnswerError as error:
+        failure = Failure(kind="malformed", message=f"not HTTP: {error}")
+        return Marked(problem, "", is_right=False, failure=failure)
     if trace.status != 200:
         message = f"HTTP {trace.status}: {error_message(answer)}"
         failure = Failure(kind="http_status", message=message)

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from tetrad.bench.backends import Protocol, Reading
-from tetrad.bench.client import Trace
+from tetrad.bench.http1 import BadAnswerError
 from tetrad.bench.sse import EventParser
+from tetrad.bench.wire import Trace
 from tetrad.core.records import Failure
 
 MESSAGE_CAP = 300
@@ -24,16 +25,17 @@ EVENT_STREAM = "text/event-stream"
 def read_answer(trace: Trace, protocol: Protocol, *, stream: bool) -> Reading:
     """Parse what `trace` kept; the first thing that went wrong is `Reading.failure`."""
     reading = Reading()
-    if trace.status not in (0, 200):
-        body = b"".join(read for _, read in trace.reads)
-        message = f"HTTP {trace.status}: {error_message(body)}"
-        reading.failure = Failure(kind="http_status", message=message)
-        return reading
-    if trace.content_type == EVENT_STREAM:
-        _read_stream(trace, protocol.read, reading)
-    elif trace.reads:
-        body = b"".join(read for _, read in trace.reads)
-        _read_event(reading, trace.ended_s, body, protocol.read)
+    try:
+        if trace.status not in (0, 200):
+            message = f"HTTP {trace.status}: {error_message(trace.body())}"
+            reading.failure = Failure(kind="http_status", message=message)
+            return reading
+        if trace.content_type == EVENT_STREAM:
+            _read_stream(trace, protocol.read, reading)
+        elif body := trace.body():
+            _read_event(reading, trace.ended_s, body, protocol.read)
+    except BadAnswerError as error:
+        reading.failure = Failure(kind="malformed", message=f"not HTTP: {error}")
     reading.failure = reading.failure or trace.failure
     if stream and trace.content_type != EVENT_STREAM and reading.failure is None:
         message = f"asked for {EVENT_STREAM}, got {trace.content_type}"
@@ -52,7 +54,7 @@ def _read_stream(
 
 def _events(trace: Trace) -> Iterator[tuple[float, bytes]]:
     parser = EventParser()
-    for time_s, part in trace.reads:
+    for time_s, part in trace.parts():
         for event in parser.feed(part):
             yield time_s, event
     for event in parser.close():

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Literal
 
 from tetrad.bench.backends import Reading
-from tetrad.bench.client import Trace
+from tetrad.bench.wire import Trace
 from tetrad.bench.workload import Prompt
 from tetrad.core.records import Failure, FailureCount, Latencies, RequestRecord, Spread
 

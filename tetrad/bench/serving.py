@@ -12,12 +12,13 @@ from typing import Protocol
 
 from tetrad.bench import datasets, measure, target
 from tetrad.bench.backends import Reading, protocol, write_body
-from tetrad.bench.client import Client, Load, LoadResult, Trace, run_load
+from tetrad.bench.client import Client, Load, LoadResult, run_load
 from tetrad.bench.judge import read_answer, verdict
 from tetrad.bench.measure import Answer, CountTokens
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.plan import Plan, prepare
 from tetrad.bench.summary import record
+from tetrad.bench.wire import Trace
 from tetrad.core.errors import BenchFailure
 from tetrad.core.records import BenchRun
 
@@ -50,9 +51,9 @@ class Ledger:
 
     def add(self, trace: Trace) -> None:
         """A request has finished."""
-        self.kept_bytes += sum(len(read) for _, read in trace.reads)
+        self.kept_bytes += sum(map(len, trace.reads))
         if self.kept_bytes > KEPT_BYTES_CAP:
-            self.kept_bytes -= sum(len(read) for _, read in trace.reads)
+            self.kept_bytes -= sum(map(len, trace.reads))
             self.read(trace)
 
     def read(self, trace: Trace) -> Reading:
