@@ -128,18 +128,24 @@ def test_a_folder_without_a_template_or_with_a_bad_one(tmp_path):
         ChatTemplate(tmp_path).render([{"role": "user", "content": "a"}])
 
 
-def test_turns_wait_for_each_other_and_carry_the_files_answers(tmp_path):
+def test_turns_wait_for_each_other_and_carry_the_files_answers(tmp_path, vocabulary):
     lines = [{"prompt": "a"}, {"turns": ["q1", "a1", "q2", "a2", "q3"], "output_len": 5}]
     _, one, two, three = prompts(tmp_path, lines)
     assert [p.after for p in (one, two, three)] == [None, 1, 2]
     assert one.messages == ({"role": "user", "content": "q1"},)
     assert [m["content"] for m in three.messages or ()] == ["q1", "a1", "q2", "a2", "q3"]
     assert [m["role"] for m in two.messages or ()] == ["user", "assistant", "user"]
+    *_, last = prompts(tmp_path, lines, vocabulary, apply_chat_template=True)
+    assert last.messages is None
+    assert last.after == 2
+    places = [(last.text or "").index(text) for text in ("q1", "a1", "q2", "a2", "q3")]
+    assert places == sorted(places)
 
 
 def test_openai_lines_are_sent_as_they_are(tmp_path):
     messages = [{"role": "user", "content": "Hi"}]
     line = {"messages": messages, "max_tokens": 7, "model": "x", "tools": [1], "temperature": 0.7}
+    line |= {"stream": False, "stream_options": None}
     (prompt,) = prompts(tmp_path, [line], dataset_name="openai")
     config = BenchServeConfig(backend="openai-chat", extra_request_body='{"seed": 1}')
     assert write_body(config, "m", prompt) == {

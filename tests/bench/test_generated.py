@@ -10,6 +10,8 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tetrad.bench.datasets import build, warmup
 from tetrad.bench.options import BenchServeConfig
@@ -36,6 +38,16 @@ def vocabulary() -> Vocabulary:
 
 def drawn(vocabulary: Vocabulary, seeds: Seeds = SEEDS, **options) -> list[Prompt]:
     return build(BenchServeConfig.parse(options), seeds, vocabulary)
+
+
+@given(st.integers(1, 400), st.integers(0, 60), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_text_of_any_length_and_seed_is_exact(length: int, begun: int, seed: int):
+    vocabulary, rng = Vocabulary(embedded_model()), random.Random(seed)
+    beginning = vocabulary.draw_text(rng, begun) if begun else ""
+    text = vocabulary.draw_text(rng, begun + length, beginning)
+    assert vocabulary.count(text) == begun + length
+    assert text.startswith(beginning)
 
 
 def shared_start(one: str, other: str) -> int:
@@ -179,6 +191,15 @@ def test_a_trace_shares_its_blocks(backend, name, tmp_path, vocabulary: Vocabula
         assert [vocabulary.count(text) for text in (first, second)] == [1024, 700]
     again = drawn(vocabulary, Seeds(1, 2), **options)
     assert getattr(again[0], name) != first
+
+
+def test_a_part_of_a_block_is_its_beginning(tmp_path, vocabulary: Vocabulary):
+    lines = [{"input_length": n, "output_length": 1, "hash_ids": [4]} for n in (100, 512, 300)]
+    short, whole, long = (p.ids or () for p in drawn(vocabulary, **trace(tmp_path, lines)))
+    assert whole[:300] == long
+    assert whole[:100] == short
+    again = drawn(vocabulary, **trace(tmp_path, [{"input_length": 9, "output_length": 1}]))
+    assert again == drawn(vocabulary, **trace(tmp_path, [{"input_length": 9, "output_length": 1}]))
 
 
 def test_a_trace_without_blocks_is_a_list_of_lengths(tmp_path, vocabulary: Vocabulary):

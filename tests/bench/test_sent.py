@@ -113,6 +113,13 @@ async def test_the_distribution_and_the_arrivals_that_ran_are_told():
     assert result.workload.request_rate == pytest.approx(40)
 
 
+async def test_a_model_that_is_a_folder_is_the_tokenizer_too():
+    folder = str(embedded_model())
+    async with MockServer(models=()).running() as url:
+        result, _ = await run(url, tokenizer=None, model=folder, **SMALL)
+    assert (result.completed, result.model) == (2, folder)
+
+
 @pytest.mark.parametrize(
     ("keys", "sent"),
     [

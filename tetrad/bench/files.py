@@ -22,6 +22,8 @@ from tetrad.core.errors import ConfigError, nearest
 Line = dict[str, Any]
 CONTENT_KEYS = ("prompt", "messages", "turns", "input_ids", "conversations", "conversation")
 LENGTH_KEYS = ("output_len", "max_tokens", "max_completion_tokens")
+OURS = ("messages", "model", "stream", "stream_options")
+"""Fields of a chat request that the run decides."""
 LEAST_TOKENS = 2
 """Conversations with a shorter prompt or answer are left out, as SGLang does."""
 
@@ -169,10 +171,11 @@ class _Reader:
         roles = ("user", "assistant")
         said = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
         ends = range(1, len(said) + 1, 2)
-        return [
+        prompts = [
             Prompt(output, messages=tuple(said[:end]), after=place + i - 1 if i else None)
             for i, end in enumerate(ends)
         ]
+        return [self._finished(prompt, {}) for prompt in prompts]
 
     def _finished(self, prompt: Prompt, line: Line) -> Prompt:
         """Suffix, template, tokens: what the flags ask for."""
@@ -187,8 +190,8 @@ class _Reader:
             if self.config.tokenize_prompt:
                 prompt = replace(prompt, text=None, ids=tuple(ids))
         if self.is_openai:
-            mine = ("messages", "model", *LENGTH_KEYS)
-            prompt = replace(prompt, extra={k: v for k, v in line.items() if k not in mine})
+            extra = {k: v for k, v in line.items() if k not in (*OURS, *LENGTH_KEYS)}
+            prompt = replace(prompt, extra=extra)
         return prompt
 
 

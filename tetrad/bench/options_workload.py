@@ -48,7 +48,7 @@ class WorkloadOptions(ServerOptions):
     num_prompts: int | None = option(
         None,
         "Number of requests. Default: 1000, or every line of a file, or as many as "
-        "--rate-profile covers.",
+        "--rate-profile covers; generated-shared-prefix has as many as its groups.",
         group="Workload",
         ge=1,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tetrad.bench import target
 from tetrad.bench.arrivals import due_times, in_words
@@ -49,7 +50,7 @@ async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str],
     model = config.model or found.model
     if model is None and protocol(config.backend).path != "/generate":
         raise ConfigError(f"{config.url}/v1/models names no model; give --model.")
-    folder = config.tokenizer or found.tokenizer
+    folder = config.tokenizer or found.tokenizer or model_folder(config.model)
     vocabulary = Vocabulary(folder) if folder is not None else None
     if found.silence and vocabulary is None and config.dataset_name not in FILES:
         raise BenchFailure(found.silence)
@@ -62,6 +63,13 @@ async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str],
     due_s = due_times(config, prompts, seeds.shape)
     say(f"arrivals: {in_words(config)}; the last of {len(due_s)} is due at {max(due_s):.2f} s")
     return Plan(config, seeds, model, vocabulary, prompts, bodies, due_s)
+
+
+def model_folder(model: str | None) -> Path | None:
+    """The folder with the tokenizer, when `--model` is the path of one, as SGLang's command lines
+    have it."""
+    folder = Path(model or "")
+    return folder if model and (folder / "tokenizer.json").is_file() else None
 
 
 def lengths(values: Sequence[int | None]) -> str:

@@ -43,7 +43,7 @@ def read_trace(
     writer = Writer(blocks.words, random.Random(f"content {seeds.content}"), config)
     prompts: list[Prompt] = []
     for line in lines:
-        first = blocks.prompt(line, as_text=sends_text(config))
+        first = blocks.prompt(line, len(prompts), as_text=sends_text(config))
         time_s = (line.get("timestamp", 0) - start) / 1e3 * config.mooncake_slowdown_factor
         questions = [0] + [line["input_length"]] * (config.mooncake_num_rounds - 1)
         turns = writer.conversation(first, questions, line["output_length"], len(prompts))
@@ -76,22 +76,23 @@ class Blocks:
         self.seed = seed
         self._texts: dict[object, str] = {}
 
-    def prompt(self, line: Line, *, as_text: bool) -> Prompt:
-        """A prompt of exactly the line's length as ids. As text the whole blocks are joined, so
+    def prompt(self, line: Line, place: int, *, as_text: bool) -> Prompt:
+        """A prompt of exactly the line's length: whole blocks, then the beginning of the last one,
+        or tokens of request `place`'s own where no id is left. As text the blocks are joined, so
         that what is shared stays shared, and tokens that merge where they meet are made up for at
         the end."""
         length, output = line["input_length"], line["output_length"]
-        whole = [str(name) for name in line.get("hash_ids", [])[: length // BLOCK_TOKENS]]
-        rest = random.Random(f"rest {self.seed} {line.get('hash_ids')} {length}")
-        if not line.get("hash_ids"):
-            rest = random.Random(f"rest {self.seed} {id(line)}")
+        names = [str(name) for name in line.get("hash_ids", [])]
+        whole = names[: length // BLOCK_TOKENS]
+        last = names[len(whole)] if len(names) > len(whole) else f"of request {place}"
         if not as_text:
             ids = [i for name in whole for i in self.words.draw_ids(self._rng(name), BLOCK_TOKENS)]
-            ids += self.words.draw_ids(rest, length - len(ids))
+            ids += self.words.draw_ids(self._rng(last), length - len(ids))
             return Prompt(output, ids=tuple(ids), num_tokens=length)
         begun = "".join(self._text(name) for name in whole)
-        text = self.words.draw_text(rest, max(length, self.words.count(begun)), begun)
-        return Prompt(output, text=text, num_tokens=self.words.count(text))
+        total = max(length, self.words.count(begun))
+        text = self.words.draw_text(self._rng(last), total, begun)
+        return Prompt(output, text=text, num_tokens=total)
 
     def _text(self, name: str) -> str:
         if name not in self._texts:
