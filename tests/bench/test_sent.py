@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,34 @@ def test_keys_come_from_the_environment(keys, sent: str, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         app(["bench", "serve", "--header", "X-Run=7"], exit_on_error=False, print_error=False)
     assert seen[0].headers == {"X-Run": "7", "Authorization": sent}
+
+
+async def closes_after_each_answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """As llama.cpp does: an answer that promises to keep the connection, and then its end."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(re.findall(rb"(?i)content-length: (\d+)", head)[0] if b"ength" in head else 0)
+    await reader.readexactly(length)
+    end = json.dumps({"choices": [{"text": "a", "finish_reason": "length"}]}).encode()
+    usage = json.dumps({"choices": [], "usage": {"completion_tokens": 1}}).encode()
+    events = b"".join(b"data: " + event + b"\n\n" for event in (end, usage, b"[DONE]"))
+    status = b"HTTP/1.1 200 OK" if length else b"HTTP/1.1 404 No"
+    writer.write(
+        status + b"\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+        b"Keep-Alive: timeout=5\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(events), events)
+    )
+    await writer.drain()
+    writer.close()
+
+
+async def test_a_connection_closed_under_the_next_request_is_no_failure(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "output_len": 1}\n' * 20)
+    server = await asyncio.start_server(closes_after_each_answer, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        options = {"dataset_name": "custom", "dataset_path": path, "max_concurrency": 1}
+        result, _ = await run(url, backend="llamacpp", model="m", **options)
+    assert (result.completed, result.failed) == (20, 0)
+    assert result.peak_concurrency == 1

@@ -182,6 +182,7 @@ class Sender:
         self._done = asyncio.Event()
         self._connecting: set[asyncio.Task[None]] = set()
         pool.on_end = self._on_end
+        pool.on_dropped = self._send_anew
 
     async def run(self) -> None:
         """Until every answer has ended."""
@@ -242,6 +243,10 @@ class Sender:
         if connection is not None:
             connection.send(with_body(self._head, self._load.bodies[index]), trace)
             return
+        self._send_anew(trace)
+
+    def _send_anew(self, trace: Trace) -> None:
+        """On a connection of its own."""
         task = asyncio.create_task(self._connect(trace))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)

@@ -106,6 +106,7 @@ class Connection(asyncio.Protocol):
         "_num_lines",
         "_pool",
         "idle_since",
+        "is_used",
         "trace",
         "transport",
     )
@@ -115,6 +116,8 @@ class Connection(asyncio.Protocol):
         self.trace: Trace | None = None
         self.transport: asyncio.Transport | None = None
         self.idle_since = 0.0
+        self.is_used = False
+        """An answer has ended on it."""
         self._forget()
 
     def _forget(self) -> None:
@@ -220,7 +223,16 @@ class Connection(asyncio.Protocol):
             self._end(trace)
             self._pool.on_end(trace)
 
+    def _drop(self, trace: Trace) -> None:
+        """The server closed a used connection as the next request went out, so it goes again, once,
+        on a new one (RFC 9112, section 9.3.1): llama.cpp closes after every stream without saying
+        so. A request that fails on a new connection is never sent again."""
+        self.trace = None
+        self._pool.active.discard(self)
+        self._pool.on_dropped(trace)
+
     def _end(self, trace: Trace) -> None:
+        self.is_used = True
         ended = trace.stamps[-1] if trace.stamps and trace.failure is None else time.perf_counter()
         trace.ended_s = ended - trace.origin
         trace.is_finished = True
@@ -246,6 +258,8 @@ class Connection(asyncio.Protocol):
         why = in_words(exc) if exc is not None else "the server closed it"
         if trace.stamps:
             self.fail(Failure(kind="truncated", message=f"the connection broke: {why}"))
+        elif self.is_used:
+            self._drop(trace)
         else:
             self.fail(Failure(kind="disconnected", message=why))
 
@@ -267,6 +281,7 @@ class Pool:
         self.active: set[Connection] = set()
         self.meter = Meter(self._sampled)
         self.on_end: Callable[[Trace], None] = lambda _: None
+        self.on_dropped: Callable[[Trace], None] = lambda _: None
         self._idle: dict[Connection, None] = {}
         self.timeout_s = timeout_s
         self.parts = address(url)
