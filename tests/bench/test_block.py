@@ -185,8 +185,16 @@ def test_remarks_show_each_kind_of_failure_with_an_example():
     assert lines == [
         "2 of 64 requests failed:",
         "       2 x truncated    e.g. request 5: after 3 of 8",
+        "tokens asked for: prompts mean 128.0 (128 to 128), outputs mean 64.0 (64 to 64).",
         "note: a note",
     ]
+
+
+def test_what_ran_is_told_as_it_was_drawn():
+    """A range ratio of 0 halves lengths; unknown ones are left out, and arrivals told."""
+    update = {"prompt_tokens": Spread(), "wanted_tokens": Spread.of([1, 9]), "arrivals": "Poisson"}
+    lines = remarks(run(workload=run().workload.model_copy(update=update)))
+    assert "tokens asked for: outputs mean 5.0 (1 to 9); arrivals: Poisson." in lines
 
 
 def test_cache_report_is_sglangs_section():

@@ -93,6 +93,18 @@ def _totals(run: BenchRun) -> Iterator[str]:
     yield _row("Concurrency:", run.concurrency)
 
 
+def _what_ran(run: BenchRun) -> list[str]:
+    """The lengths as they were drawn, which a range ratio or a file makes other than asked."""
+    load = run.workload
+    said = [
+        f"{name} mean {spread.mean:.1f} ({spread.min:.0f} to {spread.max:.0f})"
+        for name, spread in (("prompts", load.prompt_tokens), ("outputs", load.wanted_tokens))
+        if spread.count
+    ]
+    arrivals = f"; arrivals: {load.arrivals}" if load.arrivals else ""
+    return [f"tokens asked for: {', '.join(said)}{arrivals}."] if said else []
+
+
 def remarks(run: BenchRun) -> list[str]:
     """Lines below the block: what failed, with an example each, and what a reader must know."""
     lines = []
@@ -108,6 +120,7 @@ def remarks(run: BenchRun) -> list[str]:
         f"{failure.example}"
         for failure in run.failures
     ]
+    lines += _what_ran(run)
     queue = run.latencies.queue_ms
     if run.workload.max_concurrency is not None and queue.count:
         lines.append(
