@@ -37,6 +37,8 @@ class MockServer:
         self.bodies: list[Body] = []
         self.flushes = 0
         self.headers: list[dict[str, str]] = []
+        self.peers: set[Any] = set()
+        """Addresses of the connections that generations came over."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
@@ -66,6 +68,8 @@ class MockServer:
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
+        assert request.transport is not None
+        self.peers.add(request.transport.get_extra_info("peername"))
         if self.moved_to is not None:
             raise web.HTTPTemporaryRedirect(self.moved_to + request.path)
         behaviour = self.behaviour if len(self.bodies) > self.healthy else "good"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tetrad.bench.block import block, cache_keys, detail_keys, remarks, sglang_keys
-from tetrad.core.records import BenchRun, FailureCount, Latencies, RequestRecord, Spread, Workload
+from tetrad.core.records import BenchRun, FailureCount, Latencies, RequestRecord, Workload
+from tetrad.core.spread import Spread
 
 GOLDEN = Path(__file__).with_name("golden_block.txt")
 

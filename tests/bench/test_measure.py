@@ -16,7 +16,8 @@ from tetrad.bench.measure import (
 )
 from tetrad.bench.wire import Trace
 from tetrad.bench.workload import Prompt
-from tetrad.core.records import Failure, RequestRecord, Spread
+from tetrad.core.records import Failure, RequestRecord
+from tetrad.core.spread import Spread
 
 
 def made(reading: Reading, *, stream: bool = True, count=None) -> Answer:

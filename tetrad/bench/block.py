@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tetrad.core.records import BenchRun, Spread
+from tetrad.bench import selfcheck
+from tetrad.core.records import BenchRun
+from tetrad.core.spread import Spread
 
 WIDTH = 50
 
@@ -127,7 +129,8 @@ def remarks(run: BenchRun) -> list[str]:
             f"client queue: requests waited {queue.mean:.1f} ms on average, {queue.p99:.1f} ms "
             "(P99), for --max-concurrency; latencies begin when a request is sent."
         )
-    return lines + [f"note: {note}" for note in run.notes]
+    lines += [f"note: {note}" for note in run.notes]
+    return lines + (selfcheck.lines(run.client) if run.client is not None else [])
 
 
 def sglang_keys(run: BenchRun) -> dict[str, object]:

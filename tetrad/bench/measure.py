@@ -11,7 +11,8 @@ from typing import Literal
 from tetrad.bench.backends import Reading
 from tetrad.bench.wire import Trace
 from tetrad.bench.workload import Prompt
-from tetrad.core.records import Failure, FailureCount, Latencies, RequestRecord, Spread
+from tetrad.core.records import Failure, FailureCount, Latencies, RequestRecord
+from tetrad.core.spread import Spread
 
 TokenSource = Literal["server", "tokenizer", "events"]
 CountTokens = Callable[[str], int]

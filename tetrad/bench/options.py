@@ -41,6 +41,14 @@ class BenchServeConfig(WorkloadOptions):
     max_concurrency: int | None = option(
         None, "Most requests in flight; the others wait in the client.", group="Load", ge=1
     )
+    workers: int | None = option(
+        None,
+        "Load processes. Default: one for every 1024 requests in flight, half of the cores at "
+        "most.",
+        group="Load",
+        ge=1,
+        le=256,
+    )
     warmup_requests: int = option(
         1,
         "Requests of the same lengths (at most 32 output tokens) before the run; not measured, and "

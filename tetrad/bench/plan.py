@@ -15,7 +15,7 @@ from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.tokens import Vocabulary
 from tetrad.bench.workload import Prompt, Seeds
 from tetrad.core.errors import BenchFailure, ConfigError
-from tetrad.core.records import Spread
+from tetrad.core.spread import Spread
 
 
 @dataclass(slots=True)

@@ -7,22 +7,20 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from tetrad.bench import datasets, measure, target
 from tetrad.bench.backends import Reading, protocol, write_body
-from tetrad.bench.client import Client, Load, LoadResult, run_load
-from tetrad.bench.judge import read_answer, verdict
+from tetrad.bench.client import Client, Load
+from tetrad.bench.judge import verdict
 from tetrad.bench.measure import Answer, CountTokens
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.plan import Plan, prepare
+from tetrad.bench.processes import Job, Outcome, perform
 from tetrad.bench.summary import record
 from tetrad.bench.wire import Trace
 from tetrad.core.errors import BenchFailure
 from tetrad.core.records import BenchRun
-
-KEPT_BYTES_CAP = 512 * 2**20
 
 
 class Watch(Protocol):
@@ -39,30 +37,6 @@ class Watch(Protocol):
 
     def end(self) -> None:
         """The measured load is over, or was cut off."""
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Answers as they finish. They are read after the run; early only when they fill the memory."""
-
-    plan: Plan
-    kept_bytes: int = 0
-    readings: dict[int, Reading] = field(default_factory=dict)
-
-    def add(self, trace: Trace) -> None:
-        """A request has finished."""
-        self.kept_bytes += sum(map(len, trace.reads))
-        if self.kept_bytes > KEPT_BYTES_CAP:
-            self.kept_bytes -= sum(map(len, trace.reads))
-            self.read(trace)
-
-    def read(self, trace: Trace) -> Reading:
-        """What an answer says; its bytes are dropped."""
-        if trace.index not in self.readings:
-            api, stream = protocol(self.plan.config.backend), not self.plan.config.disable_stream
-            self.readings[trace.index] = read_answer(trace, api, stream=stream)
-            trace.reads.clear()
-        return self.readings[trace.index]
 
 
 async def bench_serve(config: BenchServeConfig, watch: Watch) -> BenchRun:
@@ -111,9 +85,7 @@ async def measured(plan: Plan, client: Client, watch: Watch) -> BenchRun:
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     watch.begin(len(plan.prompts))
     try:
-        load, answers = await loaded(
-            plan, client, lambda trace: watch.finished(trace.failure is not None)
-        )
+        load, answers = await loaded(plan, client, watch.finished)
     finally:
         watch.end()
     info = None if load.interrupted else await target.server_info(client)
@@ -121,27 +93,27 @@ async def measured(plan: Plan, client: Client, watch: Watch) -> BenchRun:
 
 
 async def loaded(
-    plan: Plan, client: Client, on_finished: Callable[[Trace], None]
-) -> tuple[LoadResult, list[Answer]]:
+    plan: Plan, client: Client, on_finished: Callable[[bool], None]
+) -> tuple[Outcome, list[Answer]]:
     """Send the plan's bodies; every request that finished is judged."""
-    ledger = Ledger(plan)
-
-    def finished(trace: Trace) -> None:
-        ledger.add(trace)
-        on_finished(trace)
-
+    config = plan.config
     load = Load(
-        path=protocol(plan.config.backend).path,
+        path=protocol(config.backend).path,
         bodies=[json.dumps(body).encode() for body in plan.bodies],
         due_s=plan.due_s,
         after=[prompt.after for prompt in plan.prompts],
-        max_concurrency=plan.config.max_concurrency,
+        max_concurrency=config.max_concurrency,
         most_tokens=max(plan.most_tokens(index) for index in range(len(plan.bodies))),
     )
-    result = await run_load(client, load, finished)
+    stream = not config.disable_stream
+    job = Job(client.url, client.headers, client.timeout_s, config.backend, stream, load)
+    outcome = await perform(job, config.workers, on_finished)
     count = plan.vocabulary.count if plan.vocabulary is not None else None
-    done = [trace for trace in result.traces if trace.is_finished]
-    return result, [judged(plan, trace, ledger.read(trace), count) for trace in done]
+    return outcome, [
+        judged(plan, trace, outcome.readings[trace.index], count)
+        for trace in outcome.traces
+        if trace.is_finished
+    ]
 
 
 def judged(plan: Plan, trace: Trace, reading: Reading, count: CountTokens | None) -> Answer:

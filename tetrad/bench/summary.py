@@ -9,20 +9,20 @@ from typing import Any
 from tetrad import __version__
 from tetrad.bench import measure
 from tetrad.bench.arrivals import in_words, offered_rate
-from tetrad.bench.client import LoadResult
 from tetrad.bench.goodput import goodput, parse_objectives
 from tetrad.bench.measure import Answer, TokenSource
 from tetrad.bench.plan import Plan
-from tetrad.core.records import BenchRun, RequestRecord, Spread, Workload
+from tetrad.bench.processes import Outcome
+from tetrad.bench.selfcheck import check
+from tetrad.core.records import BenchRun, RequestRecord, Workload
+from tetrad.core.spread import Spread
 
 DISAGREEMENT_SHARE = 0.02
-LATE_SHARE = 0.01
-"""A client that sends later than this share of the latency distorts it."""
 
 
 def record(
     plan: Plan,
-    load: LoadResult,
+    load: Outcome,
     answers: Sequence[Answer],
     *,
     started_at: str,
@@ -63,6 +63,7 @@ def record(
         goodput=goodput(parse_objectives(config.goodput), records, load.duration_s)
         if config.goodput
         else None,
+        client=check(load, answers, has_cap=config.max_concurrency is not None, stream=stream),
         requests=records if config.output_details else [],
     )
     return run.model_copy(update={"notes": list(notes(plan, run, answers))})
@@ -130,12 +131,6 @@ def notes(plan: Plan, run: BenchRun, answers: Sequence[Answer]) -> Iterator[str]
         )
     yield from _counting_notes(run, answers)
     yield from disagreement(run)
-    late_ms = run.latencies.queue_ms.p99
-    if plan.config.max_concurrency is None and late_ms > LATE_SHARE * run.latencies.e2e_ms.mean:
-        yield (
-            f"the client sent requests up to {late_ms:.1f} ms (P99) after they were due; it may "
-            "have been too busy."
-        )
 
 
 def disagreement(run: BenchRun) -> Iterator[str]:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from tetrad.bench.kernels import KernelBench
     from tetrad.core.arch import ModelArch
-    from tetrad.core.records import KernelTiming, Record
+    from tetrad.core.records import KernelTiming
+    from tetrad.core.spread import Record
 
 PLAIN_WIDTH = 190
 """Columns of the table where there is no terminal to ask."""

@@ -37,6 +37,8 @@ def _bench_serve(config: BenchServeConfig) -> int:
             f"{run.failed} of {run.completed + run.failed} requests failed, "
             f"{config.allow_failures} are allowed (--allow-failures)."
         )
+    if run.client is not None and run.client.invalid:
+        raise BenchFailure(f"The figures are INVALID: {run.client.invalid[0]}")
     return 0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tetrad.core.records import FailureCount, Record
+from tetrad.core.records import FailureCount
+from tetrad.core.spread import Record
 
 
 class KindScore(Record):

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tetrad.core.records import CallTime, Ceilings, Record
+from tetrad.core.records import CallTime, Ceilings
+from tetrad.core.spread import Record
 
 
 class OpShare(Record):

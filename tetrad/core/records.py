@@ -6,59 +6,13 @@ milliseconds as the name says; rates are per second of `duration_s`.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Record(BaseModel):
-    """A frozen model; an unknown key means that a newer version wrote it, and is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between closest ranks (numpy's default) of an ascending sequence."""
-    place = (len(ordered) - 1) * percent / 100.0
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-class Spread(Record):
-    """A distribution in nine numbers. `std` is the population's; all are 0 when `count` is 0."""
-
-    count: int = 0
-    mean: float = 0.0
-    std: float = 0.0
-    min: float = 0.0
-    median: float = 0.0
-    p90: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-    max: float = 0.0
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Summarise `values`, in any order."""
-        if not values:
-            return cls()
-        ordered = sorted(values)
-        return cls(
-            count=len(ordered),
-            mean=statistics.fmean(ordered),
-            std=statistics.pstdev(ordered),
-            min=ordered[0],
-            median=percentile(ordered, 50),
-            p90=percentile(ordered, 90),
-            p95=percentile(ordered, 95),
-            p99=percentile(ordered, 99),
-            max=ordered[-1],
-        )
-
+from tetrad.core.client_records import ClientCheck
+from tetrad.core.spread import Record, Spread, percentile
 
 FailureKind = Literal[
     "refused",  # no connection
@@ -210,6 +164,8 @@ class BenchRun(Record):
     """None when no objectives were given."""
     notes: list[str] = Field(default_factory=list)
     """What a reader must know before believing a figure."""
+    client: ClientCheck | None = None
+    """Whether the load generator itself can be believed; None in records older than this."""
     requests: list[RequestRecord] = Field(default_factory=list)
     """Every request, when details were asked for."""
 
