@@ -74,6 +74,13 @@ def test_a_bad_line_is_named(line: str, sentence: str, tmp_path):
         prompts(tmp_path, line)
 
 
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ConfigError, match="is no UTF-8 text"):
+        read(BenchServeConfig(dataset_name="custom", dataset_path=path), SEEDS, None)
+
+
 def test_sharegpt_takes_the_first_question_and_the_first_answers_length(tmp_path, vocabulary):
     short, alone = [{"value": "a"}, {"value": "b"}], TALK[:1]
     talks = [{"conversations": talk, "id": 1} for talk in (TALK, alone, short)]
@@ -98,7 +105,9 @@ def test_sharegpt_is_shuffled_the_same_in_every_run(tmp_path):
     assert first == again
     assert [p.text for p in first] != [f"question {i}" for i in range(20)]
     assert len({p.text for p in first}) == 20
-    assert texts_of(tmp_path / "prompts.jsonl")[3] == "question 3"
+    assert texts_of(tmp_path / "prompts.jsonl", 2)[1] == "question 3"
+    with pytest.raises(ConfigError, match="no prompt that is text, from entry 20 on"):
+        texts_of(tmp_path / "prompts.jsonl", 20)
 
 
 def test_suffix_template_and_tokens(tmp_path, vocabulary):

@@ -57,7 +57,7 @@ def _cut_to_length(
 ) -> list[Prompt]:
     """Texts of a file, repeated or cut to the drawn lengths; every run takes others first."""
     assert config.dataset_path is not None
-    texts = files.texts_of(config.dataset_path)[config.dataset_offset :]
+    texts = files.texts_of(config.dataset_path, config.dataset_offset)
     rng = random.Random(f"content {seeds.content}")
     rng.shuffle(texts)
     prompts = []

@@ -54,7 +54,10 @@ def lines_of(path: Path) -> list[tuple[str, Line]]:
     """(where it is, parsed object) for each entry of a JSONL file or a JSON list."""
     if not path.is_file():
         raise ConfigError(f"--dataset-path {path}: there is no such file.")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no UTF-8 text: {error}.") from error
     if text.lstrip().startswith("["):
         listed = _parsed(text, str(path))
         found = [(f"{path}, entry {number}", entry) for number, entry in enumerate(listed, start=1)]
@@ -71,16 +74,18 @@ def lines_of(path: Path) -> list[tuple[str, Line]]:
     return found
 
 
-def texts_of(path: Path) -> list[str]:
-    """The first turn of every conversation, or the prompt of every line."""
+def texts_of(path: Path, offset: int) -> list[str]:
+    """The first turn of every conversation, or the prompt of every line, from entry `offset` on."""
     texts = []
-    for where, line in lines_of(path):
+    for where, line in lines_of(path)[offset:]:
         turns = _conversation(line, where)
         text = turns[0] if turns else line.get("prompt")
         if isinstance(text, str) and text:
             texts.append(text)
     if not texts:
-        raise ConfigError(f"{path} holds no conversation and no prompt that is text.")
+        raise ConfigError(
+            f"{path} holds no conversation and no prompt that is text, from entry {offset} on."
+        )
     return texts
 
 
