@@ -81,12 +81,12 @@ async def run(url: str, **options) -> tuple[BenchRun, list[str]]:
     return await bench_serve(BenchServeConfig.parse(base | options), Listener(show_bar=False)), said
 
 
-@pytest.mark.parametrize("backend", ["tetrad", "vllm-chat"])
-async def test_a_turn_leaves_when_the_one_before_has_ended(backend: str):
+@pytest.mark.parametrize(("backend", "workers"), [("tetrad", 1), ("vllm-chat", 1), ("tetrad", 2)])
+async def test_a_turn_leaves_when_the_one_before_has_ended(backend: str, workers: int):
     server = MockServer()
     options = GROUPS | {"gsp_prompts_per_group": 3, "gsp_num_turns": 3, "gsp_output_len": 4}
     async with server.running() as url:
-        result, _ = await run(url, backend=backend, output_details=True, **options)
+        result, _ = await run(url, backend=backend, workers=workers, output_details=True, **options)
     assert (result.completed, result.failed) == (9, 0)
     by_index = {request.index: request for request in result.requests}
     for index in range(9):

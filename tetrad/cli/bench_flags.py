@@ -53,7 +53,7 @@ REASONS = {
     "--mooncake-workload": "nothing is downloaded; give the trace with --dataset-path",
     "--fake-prefill": "a prefill that is left out measures no server; leave it out",
     "--rust-client": _CLIENT,
-    "--rust-worker-threads": _CLIENT,
+    "--rust-worker-threads": "--workers sets the number of load processes",
 }
 """Flag of `sglang.bench_serving` → why there is none."""
 
