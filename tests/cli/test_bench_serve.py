@@ -68,6 +68,42 @@ def test_failures_may_be_allowed(tetrad, prompts):
     assert code == 6
 
 
+def test_repetitions_are_told_together(tetrad, prompts, tmp_path):
+    """Three blocks, three lines in the file, one table; the warm-up until steady comes once."""
+    results = tmp_path / "results.jsonl"
+    server = MockServer()
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts, "--repeat", "3"]
+    arguments += ["--output-file", str(results), "--warmup-requests", "0", "--warmup-until-steady"]
+    with beside(server) as url:
+        code, out, err = tetrad("bench", "serve", "--base-url", url, *arguments)
+    assert code == 0
+    assert out.count("Serving Benchmark Result") == 3
+    assert len(results.read_text().splitlines()) == 3
+    assert "3 runs with fresh prompts:" in out
+    assert "run 3 of 3" in err
+    rounds = err.count("warm-up round")
+    assert 2 <= rounds <= 10
+    assert len(server.bodies) == 4 * (3 + rounds)
+
+
+def test_a_client_that_was_late_fails_the_command(tetrad, prompts, monkeypatch):
+    monkeypatch.setattr("tetrad.bench.selfcheck.MOST_UNREAD_SHARE", -1.0)
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts]
+    with beside(MockServer()) as url:
+        code, out, err = tetrad("bench", "serve", "--base-url", url, *arguments)
+    assert code == 6
+    assert "INVALID: the client was too slow: bytes lay unread" in out
+    assert "error: The figures are INVALID: bytes lay unread" in err
+
+
+def test_help_has_every_formula(tetrad):
+    code, out, _ = tetrad("bench", "serve", "--help")
+    assert code == 0
+    said = " ".join(out.split())
+    assert "(E2E - TTFT) / (output tokens - 1)" in said
+    assert "(Little's law)" in said
+
+
 def test_nobody_there(tetrad, prompts):
     arguments = ["--dataset-name", "custom", "--dataset-path", prompts]
     url = "http://127.0.0.1:9"

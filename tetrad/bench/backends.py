@@ -28,6 +28,9 @@ class Reading:
     """Reasoning, answer and tool-call arguments in the order they came."""
     stamps: list[tuple[float, int]] = field(default_factory=list)
     """(seconds since the start of the run, tokens this event brought), for events with tokens."""
+    answer_s: float | None = None
+    """When the first token after reasoning came; None when there was no reasoning."""
+    has_reasoned: bool = False
     counts_tokens: bool = False
     """True: the server says how many tokens each event brings. False: every event counts as one."""
     output_tokens: int | None = None
@@ -203,6 +206,9 @@ def read_chat(reading: Reading, time_s: float, body: Body) -> None:
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         text = thought + (delta.get("content") or "") + called
         _take(reading, time_s, text, is_token=bool(text) or bool(calls))
+        reading.has_reasoned |= bool(thought)
+        if reading.has_reasoned and reading.answer_s is None and len(text) > len(thought):
+            reading.answer_s = time_s
         _read_finish(reading, choice)
 
 

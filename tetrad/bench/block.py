@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tetrad.bench import selfcheck
+from tetrad.bench import selfcheck, window
 from tetrad.core.records import BenchRun
 from tetrad.core.spread import Spread
 
@@ -129,6 +129,7 @@ def remarks(run: BenchRun) -> list[str]:
             f"client queue: requests waited {queue.mean:.1f} ms on average, {queue.p99:.1f} ms "
             "(P99), for --max-concurrency; latencies begin when a request is sent."
         )
+    lines += window.lines(run.further, run.steady)
     lines += [f"note: {note}" for note in run.notes]
     return lines + (selfcheck.lines(run.client) if run.client is not None else [])
 

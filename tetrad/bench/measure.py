@@ -62,6 +62,9 @@ def answer(
         tpot_ms=tpot_ms,
         # One gap for each token: not for a failure, which may claim any number of them.
         itls_ms=inter_token_ms(reading.stamps) if stream and failure is None else [],
+        ttat_ms=(reading.answer_s - trace.sent_s) * 1e3
+        if stream and reading.answer_s is not None
+        else None,
         cached_tokens=reading.cached_tokens,
         text=reading.text,
         failure=failure,

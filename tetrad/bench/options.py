@@ -56,6 +56,19 @@ class BenchServeConfig(WorkloadOptions):
         group="Load",
         ge=0,
     )
+    warmup_until_steady: bool = option(
+        False,
+        "Warm up with rounds of requests of the run's lengths and concurrency until two rounds "
+        "differ by less than 5 % in output throughput, ten rounds at most.",
+        group="Load",
+    )
+    repeat: int = option(
+        1,
+        "Measure so many times, with fresh prompts each, and tell medians and their intervals.",
+        group="Load",
+        ge=1,
+        le=1000,
+    )
     flush_cache: bool = option(
         False,
         "Empty the server's prefix cache after the warm-up (POST /flush_cache).",

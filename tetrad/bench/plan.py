@@ -41,8 +41,10 @@ class Plan:
         return most_tokens(self.bodies[index]) or self.prompts[index].output_tokens
 
 
-async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str], None]) -> Plan:
-    """Look at the server, draw the prompts, write the bodies.
+async def prepare(
+    config: BenchServeConfig, client: Client, say: Callable[[str], None], repetition: int = 0
+) -> Plan:
+    """Look at the server, draw the prompts, write the bodies; others for each `repetition`.
 
     Raises BenchFailure when no server answers, ConfigError when the workload cannot be sent.
     """
@@ -54,7 +56,7 @@ async def prepare(config: BenchServeConfig, client: Client, say: Callable[[str],
     vocabulary = Vocabulary(folder) if folder is not None else None
     if found.silence and vocabulary is None and config.dataset_name not in FILES:
         raise BenchFailure(found.silence)
-    seeds = Seeds.of(config)
+    seeds = Seeds.of(config).of_repetition(repetition)
     prompts = build(config, seeds, vocabulary)
     bodies = [write_body(config, model, prompt) for prompt in prompts]
     say(f"{config.backend} at {config.url}, model {model or 'not named'}")

@@ -19,8 +19,14 @@ from tetrad.bench.plan import Plan, prepare
 from tetrad.bench.processes import Job, Outcome, perform
 from tetrad.bench.summary import record
 from tetrad.bench.wire import Trace
+from tetrad.bench.workload import Prompt
 from tetrad.core.errors import BenchFailure
 from tetrad.core.records import BenchRun
+
+WARM_ROUNDS = 10
+STEADY_CHANGE = 0.05
+WARM_SEED = 1_000_003
+"""Apart from the seeds of repetitions, so that no round has the prompts of a measured run."""
 
 
 class Watch(Protocol):
@@ -39,34 +45,73 @@ class Watch(Protocol):
         """The measured load is over, or was cut off."""
 
 
-async def bench_serve(config: BenchServeConfig, watch: Watch) -> BenchRun:
-    """Measure the server. Cancelling the task ends the load and returns what was measured so far.
+async def bench_repeats(config: BenchServeConfig, watch: Watch) -> list[BenchRun]:
+    """Measure the server `config.repeat` times, with fresh prompts each; fewer after an interrupt.
+    Raises what `bench_serve` raises."""
+    runs: list[BenchRun] = []
+    for repetition in range(config.repeat):
+        if config.repeat > 1:
+            watch.say(f"run {repetition + 1} of {config.repeat}")
+        runs.append(await bench_serve(config, watch, repetition))
+        if runs[-1].interrupted:
+            break
+    return runs
+
+
+async def bench_serve(config: BenchServeConfig, watch: Watch, repetition: int = 0) -> BenchRun:
+    """Measure the server once. Cancelling the task ends the load and returns what was measured so
+    far.
 
     Raises BenchFailure when no server answers or no warm-up request succeeds, ConfigError when the
     workload cannot be sent, CancelledError when it is cancelled before the measured load.
     """
     client = Client(config.url, config.headers, config.request_timeout_sec)
     try:
-        plan = await prepare(config, client, watch.say)
+        plan = await prepare(config, client, watch.say, repetition)
         await warm_up(plan, client, watch)
+        if config.warmup_until_steady and repetition == 0:
+            await warm_until_steady(plan, client, watch)
+        if config.flush_cache:
+            await target.flush_cache(client, config.flush_cache_timeout)
+            watch.say("prefix cache flushed")
         return await measured(plan, client, watch)
     finally:
         await client.close()
 
 
 async def warm_up(plan: Plan, client: Client, watch: Watch) -> None:
-    """Requests like the measured ones, then an empty cache if asked for."""
+    """Short requests like the measured ones."""
     config = plan.config
     if config.warmup_requests:
         watch.say(f"warm-up: {config.warmup_requests} requests")
-        await _warm_requests(plan, client)
-    if config.flush_cache:
-        await target.flush_cache(client, config.flush_cache_timeout)
-        watch.say("prefix cache flushed")
+        prompts = datasets.warmup(config, plan.prompts, plan.seeds, plan.vocabulary)
+        await _warm_requests(plan, client, prompts)
 
 
-async def _warm_requests(plan: Plan, client: Client) -> None:
-    prompts = datasets.warmup(plan.config, plan.prompts, plan.seeds, plan.vocabulary)
+async def warm_until_steady(plan: Plan, client: Client, watch: Watch) -> None:
+    """Rounds of whole requests at the run's concurrency until their throughput stands still."""
+    before = 0.0
+    number = min(plan.config.max_concurrency or len(plan.prompts), len(plan.prompts))
+    config = plan.config.model_copy(update={"warmup_requests": number})
+    for round_number in range(1, WARM_ROUNDS + 1):
+        seeds = dataclasses.replace(
+            plan.seeds, content=plan.seeds.content + WARM_SEED * round_number
+        )
+        drawn = datasets.warmup(config, plan.prompts, seeds, plan.vocabulary)
+        whole = [
+            dataclasses.replace(prompt, output_tokens=like.output_tokens)
+            for prompt, like in zip(drawn, plan.prompts, strict=False)
+        ]
+        rate = await _warm_requests(plan, client, whole)
+        watch.say(f"warm-up round {round_number}: {rate:.2f} output tok/s")
+        if abs(rate - before) < STEADY_CHANGE * before:
+            return
+        before = rate
+    watch.say(f"warm-up: not steady after {WARM_ROUNDS} rounds")
+
+
+async def _warm_requests(plan: Plan, client: Client, prompts: list[Prompt]) -> float:
+    """Output tokens per second of them."""
     bodies = [write_body(plan.config, plan.model, prompt) for prompt in prompts]
     due_s = [0.0] * len(prompts)
     warm_plan = dataclasses.replace(plan, prompts=prompts, bodies=bodies, due_s=due_s)
@@ -78,6 +123,7 @@ async def _warm_requests(plan: Plan, client: Client) -> None:
         raise BenchFailure(
             f"No warm-up request succeeded ({failures[0].kind}): {failures[0].example}"
         )
+    return sum(answer.record.output_tokens for answer in answers) / load.duration_s
 
 
 async def measured(plan: Plan, client: Client, watch: Watch) -> BenchRun:

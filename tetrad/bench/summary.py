@@ -14,6 +14,7 @@ from tetrad.bench.measure import Answer, TokenSource
 from tetrad.bench.plan import Plan
 from tetrad.bench.processes import Outcome
 from tetrad.bench.selfcheck import check
+from tetrad.bench.window import further, steady
 from tetrad.core.records import BenchRun, RequestRecord, Workload
 from tetrad.core.spread import Spread
 
@@ -63,6 +64,8 @@ def record(
         goodput=goodput(parse_objectives(config.goodput), records, load.duration_s)
         if config.goodput
         else None,
+        further=further(answers, load.duration_s, stream=stream),
+        steady=steady(answers) if stream else None,
         client=check(load, answers, has_cap=config.max_concurrency is not None, stream=stream),
         requests=records if config.output_details else [],
     )

@@ -6,7 +6,7 @@ import math
 import random
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tetrad.bench.options import BenchServeConfig
@@ -48,6 +48,10 @@ class Seeds:
         if config.seed is not None:
             return cls(config.seed, config.seed)
         return cls(DEFAULT_SEED, secrets.randbits(32))
+
+    def of_repetition(self, number: int) -> Seeds:
+        """Other content, of the same shape; the warm-up has the seed after the content's."""
+        return replace(self, content=self.content + 2 * number)
 
 
 def random_lengths(config: BenchServeConfig, count: int, seed: int) -> list[tuple[int, int]]:

@@ -16,30 +16,40 @@ if TYPE_CHECKING:
 
 
 def _bench_serve(config: BenchServeConfig) -> int:
-    """Measure, print, append to the file. Failures beyond the allowed number are a BenchFailure."""
+    """Measure, print, append to the file. Figures that must not be used are a BenchFailure."""
     import uvloop
 
     from tetrad.bench.block import block, remarks
-    from tetrad.bench.serving import bench_serve as measure
+    from tetrad.bench.repeats import repeats, table
+    from tetrad.bench.serving import bench_repeats
 
     if config.output_file is not None and not config.output_file.parent.is_dir():
         raise ConfigError(f"--output-file {config.output_file}: there is no such folder.")
-    run = uvloop.run(measure(config, Narrator(show_bar=not config.disable_tqdm)))
-    print(f"\n{block(run, cache_report=config.cache_report)}")
-    for line in remarks(run):
-        print(line)
-    if config.output_file is not None:
-        append(run, config)
-    if run.interrupted:
+    runs = uvloop.run(bench_repeats(config, Narrator(show_bar=not config.disable_tqdm)))
+    for run in runs:
+        print(f"\n{block(run, cache_report=config.cache_report)}")
+        for line in remarks(run):
+            print(line)
+        if config.output_file is not None:
+            append(run, config)
+    if len(runs) > 1:
+        print("", *table(repeats(runs)), sep="\n")
+    if any(run.interrupted for run in runs):
         raise KeyboardInterrupt
-    if run.failed > config.allow_failures:
+    for run in runs:
+        refuse(run, config.allow_failures)
+    return 0
+
+
+def refuse(run: BenchRun, allowed: int) -> None:
+    """Raise BenchFailure when the figures must not be used."""
+    if run.failed > allowed:
         raise BenchFailure(
             f"{run.failed} of {run.completed + run.failed} requests failed, "
-            f"{config.allow_failures} are allowed (--allow-failures)."
+            f"{allowed} are allowed (--allow-failures)."
         )
     if run.client is not None and run.client.invalid:
         raise BenchFailure(f"The figures are INVALID: {run.client.invalid[0]}")
-    return 0
 
 
 def append(run: BenchRun, config: BenchServeConfig) -> None:

@@ -11,6 +11,7 @@ import sys
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from tetrad import __version__
+from tetrad.bench.definitions import help_text
 from tetrad.cli import bench_flags, sglang_flags
 from tetrad.core.errors import TetradError, UserError
 
@@ -43,7 +44,10 @@ app.command(bench := App(name="bench", help="Measure a server, kernels, or one r
 bench.command(
     "tetrad.cli.bench_serve:bench_serve",
     name="serve",
-    help="Put load on a running server and print what it did.",
+    help="Put load on a running server and print what it did.\n\n"
+    "Exit code 0: the figures may be used. 6: more requests failed than --allow-failures, the "
+    "client was too slow (INVALID), or no server answered. 130: interrupted.",
+    help_epilogue=help_text(),
 )
 bench.command(
     "tetrad.cli.bench_kernels:bench_kernels",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tetrad.core.client_records import ClientCheck
+from tetrad.core.serve_records import Further, Steady
 from tetrad.core.spread import Record, Spread, percentile
 
 FailureKind = Literal[
@@ -62,6 +63,8 @@ class RequestRecord(Record):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     itls_ms: list[float] = Field(default_factory=list)
+    ttat_ms: float | None = None
+    """To the first token after reasoning; None when it did not reason."""
     cached_tokens: int | None = None
     text: str = ""
     failure: Failure | None = None
@@ -162,6 +165,9 @@ class BenchRun(Record):
     """Mean number in flight: sum of end-to-end latencies over the duration (Little's law)."""
     goodput: Goodput | None = None
     """None when no objectives were given."""
+    further: Further | None = None
+    steady: Steady | None = None
+    """None when no part of the run was steady, or without streaming."""
     notes: list[str] = Field(default_factory=list)
     """What a reader must know before believing a figure."""
     client: ClientCheck | None = None
