@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tetrad import __version__
-from tetrad.bench import measure
+from tetrad.bench import measure, series
 from tetrad.bench.arrivals import in_words, offered_rate
 from tetrad.bench.goodput import goodput, parse_objectives
 from tetrad.bench.measure import Answer, TokenSource
@@ -67,6 +67,10 @@ def record(
         further=further(answers, load.duration_s, stream=stream),
         steady=steady(answers) if stream else None,
         client=check(load, answers, has_cap=config.max_concurrency is not None, stream=stream),
+        timeline=series.timeline(records, good_stamps(answers) if stream else (), load.duration_s),
+        itl_histogram=series.histogram(
+            [gap for r in good for gap in r.itls_ms], times.itl_ms or Spread()
+        ),
         requests=records if config.output_details else [],
     )
     return run.model_copy(update={"notes": list(notes(plan, run, answers))})

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from tetrad.core.client_records import ClientCheck
 from tetrad.core.serve_records import Further, Steady
+from tetrad.core.series_records import Histogram, Timeline
 from tetrad.core.spread import Record, Spread, percentile
 
 FailureKind = Literal[
@@ -172,6 +173,13 @@ class BenchRun(Record):
     """What a reader must know before believing a figure."""
     client: ClientCheck | None = None
     """Whether the load generator itself can be believed; None in records older than this."""
+    timeline: Timeline | None = None
+    itl_histogram: Histogram | None = None
+    """From the least gap to the 99th percentile, in milliseconds."""
+    command: str = ""
+    """As typed, secrets masked."""
+    machine: dict[str, Any] = Field(default_factory=dict)
+    """Where the client ran."""
     requests: list[RequestRecord] = Field(default_factory=list)
     """Every request, when details were asked for."""
 
