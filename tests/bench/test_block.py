@@ -64,7 +64,7 @@ SGLANG_KEYS = [
     "max_output_tokens_per_s",
     "max_concurrent_requests",
 ]
-"""In the order sglang 0.5.23 writes them, sharegpt_output_len left out."""
+"""In the order sglang 0.5.23 writes them."""
 
 
 def spread(mean, median, p90, p95, p99, most=0.0) -> Spread:

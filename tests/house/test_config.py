@@ -12,6 +12,7 @@ from tests.house.source import ROOT
 from tetrad.bench.kernels_options import BenchKernelsConfig
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.rank_options import BenchRankConfig
+from tetrad.bench.sweep_options import BenchSweepConfig
 from tetrad.cli.flags import all_flags
 from tetrad.core.config import Config, ServeConfig
 from tetrad.formats.options import QuantizeConfig
@@ -30,7 +31,11 @@ def numeric(annotation: object) -> bool:
 
 
 @pytest.mark.parametrize(
-    "config", [ServeConfig, BenchServeConfig, BenchKernelsConfig, BenchRankConfig, QuantizeConfig]
+    "config",
+    [
+        *(ServeConfig, BenchServeConfig, BenchSweepConfig, BenchKernelsConfig, BenchRankConfig),
+        QuantizeConfig,
+    ],
 )
 def test_every_field_has_a_description_and_every_number_a_range(config: type[Config]):
     assert config.model_fields

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from tetrad.bench.goodput import parse_objectives
+from tetrad.bench.options_server import without_credentials
 from tetrad.bench.options_workload import WorkloadOptions
 from tetrad.bench.rates import parse_profile
 from tetrad.core.config import option
@@ -95,6 +96,26 @@ class BenchServeConfig(WorkloadOptions):
         "Count requests that met these bounds, as ttft:MS, tpot:MS and e2el:MS.",
         group="Result",
     )
+    save_result: bool = option(
+        False,
+        "Write a JSON file with vLLM's keys, named after backend, rate, model and time.",
+        group="Result",
+    )
+    save_detailed: bool = option(
+        False, "Write every request's figures and text into that file too.", group="Result"
+    )
+    result_dir: Path | None = option(
+        None, "Folder of that file. Default: the current one.", group="Result"
+    )
+    result_filename: str | None = option(None, "Name of that file.", group="Result")
+    html: Path | None = option(
+        None,
+        "Write a report to this file: figures, plots, failures; it loads nothing from elsewhere.",
+        group="Result",
+    )
+    csv: Path | None = option(
+        None, "Write the figures to this CSV file, a row for each run.", group="Result"
+    )
     tag: str | None = option(None, "A word that goes into the result's line.", group="Result")
     cache_report: bool = option(
         False, "Show how many prompt tokens came from the server's prefix cache.", group="Result"
@@ -110,11 +131,30 @@ class BenchServeConfig(WorkloadOptions):
         parse_objectives(words)
         return words
 
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether the record of the run must hold every request."""
+        return self.output_details or self.save_result
+
     @field_validator("rate_profile")
     @classmethod
     def _is_a_profile(cls, pieces: tuple[str, ...]) -> tuple[str, ...]:
         parse_profile(pieces)
         return pieces
+
+    @model_validator(mode="after")
+    def _saves_where_it_is_told(self) -> BenchServeConfig:
+        if not self.save_result:
+            for name in ("save_detailed", "result_dir", "result_filename"):
+                if getattr(self, name):
+                    flag = "--" + name.replace("_", "-")
+                    raise ValueError(f"{flag} is about the file of --save-result; give both")
+        if self.result_filename is not None and self.repeat > 1:
+            raise ValueError(
+                "--result-filename names one file and every repetition writes its own; "
+                "--result-dir says where"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_one_rate(self) -> BenchServeConfig:
@@ -136,4 +176,6 @@ class BenchServeConfig(WorkloadOptions):
     def asked(self) -> dict[str, Any]:
         """What differs from the defaults, as JSON has it, without keys and headers."""
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=SECRET)
+        if self.base_url is not None:
+            values["base_url"] = without_credentials(self.base_url)
         return {name: "inf" if value == math.inf else value for name, value in values.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,6 +36,11 @@ def server_url(address: str) -> str:
     OpenAI's clients want at the end."""
     url = address if "://" in address else f"http://{address}"
     return url.rstrip("/").removesuffix("/v1")
+
+
+def without_credentials(text: str) -> str:
+    """The text with the user and password of every URL in it masked."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "***@", text)
 
 
 class ServerOptions(Config):

@@ -11,6 +11,7 @@ from tetrad.bench import measure, series
 from tetrad.bench.arrivals import in_words, offered_rate
 from tetrad.bench.goodput import goodput, parse_objectives
 from tetrad.bench.measure import Answer, TokenSource
+from tetrad.bench.options_server import without_credentials
 from tetrad.bench.plan import Plan
 from tetrad.bench.processes import Outcome
 from tetrad.bench.selfcheck import check
@@ -38,7 +39,7 @@ def record(
         tetrad_version=__version__,
         started_at=started_at,
         backend=config.backend,
-        url=config.url,
+        url=without_credentials(config.url),
         model=plan.model,
         server_info=server_info,
         workload=described(plan),
@@ -71,7 +72,7 @@ def record(
         itl_histogram=series.histogram(
             [gap for r in good for gap in r.itls_ms], times.itl_ms or Spread()
         ),
-        requests=records if config.output_details else [],
+        requests=records if config.keeps_requests else [],
     )
     return run.model_copy(update={"notes": list(notes(plan, run, answers))})
 

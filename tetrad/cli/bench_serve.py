@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING
 
 from tetrad.bench.options import BenchServeConfig
+from tetrad.cli import bench_files
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
-from tetrad.core.errors import BenchFailure, ConfigError
+from tetrad.core.errors import BenchFailure
 
 if TYPE_CHECKING:
     from tetrad.core.records import BenchRun
 
 
 def _bench_serve(config: BenchServeConfig) -> int:
-    """Measure, print, append to the file. Figures that must not be used are a BenchFailure."""
+    """Measure, print, write files. Figures that must not be used are a BenchFailure."""
     import uvloop
 
     from tetrad.bench.block import block, remarks
     from tetrad.bench.repeats import repeats, table
     from tetrad.bench.serving import bench_repeats
+    from tetrad.bench.sweep import alone
 
-    if config.output_file is not None and not config.output_file.parent.is_dir():
-        raise ConfigError(f"--output-file {config.output_file}: there is no such folder.")
-    runs = uvloop.run(bench_repeats(config, Narrator(show_bar=not config.disable_tqdm)))
+    bench_files.check_folders(config)
+    measured = uvloop.run(bench_repeats(config, Narrator(show_bar=not config.disable_tqdm)))
+    runs = [bench_files.signed(run) for run in measured]
     for run in runs:
         print(f"\n{block(run, cache_report=config.cache_report)}")
         for line in remarks(run):
             print(line)
-        if config.output_file is not None:
-            append(run, config)
+        bench_files.write_run(run, config)
     if len(runs) > 1:
         print("", *table(repeats(runs)), sep="\n")
+    bench_files.write_points(alone(runs, config.allow_failures), config)
     if any(run.interrupted for run in runs):
         raise KeyboardInterrupt
     for run in runs:
@@ -50,21 +50,6 @@ def refuse(run: BenchRun, allowed: int) -> None:
         )
     if run.client is not None and run.client.invalid:
         raise BenchFailure(f"The figures are INVALID: {run.client.invalid[0]}")
-
-
-def append(run: BenchRun, config: BenchServeConfig) -> None:
-    """One line of JSON: SGLang's keys, then our record."""
-    from tetrad.bench.block import cache_keys, detail_keys, sglang_keys
-
-    assert config.output_file is not None
-    details = detail_keys(run) if config.output_details else {}
-    cache = cache_keys(run) if config.cache_report else {}
-    line = json.dumps(
-        {**sglang_keys(run), **cache, **details, "tetrad": run.model_dump(mode="json")}
-    )
-    with config.output_file.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-    print(f"result appended to {config.output_file}", file=sys.stderr)
 
 
 bench_serve = verb(BenchServeConfig, _bench_serve)

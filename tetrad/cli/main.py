@@ -50,6 +50,13 @@ bench.command(
     help_epilogue=help_text(),
 )
 bench.command(
+    "tetrad.cli.bench_sweep:bench_sweep",
+    name="sweep",
+    help="Put load on a running server at each of several points; can be resumed.\n\n"
+    "Exit code 0: every point may be used. 6: some may not; all are in the table. 130: "
+    "interrupted.",
+)
+bench.command(
     "tetrad.cli.bench_kernels:bench_kernels",
     name="kernels",
     help="Time every kernel at a real model's shapes, against ceilings measured in the same run.",
@@ -127,7 +134,9 @@ def _expand(tokens: list[str], error: UnknownOptionError) -> list[str] | None:
         return None
     flags = {name for argument in error.argument_collection for name in argument.names}
     longer = [name for name in flags if name.startswith(short)]
-    if error.command_chain[1:] == ("serve",) and (same := bench_flags.full_name(short)):
+    if error.command_chain[1:] in (("serve",), ("sweep",)) and (
+        same := bench_flags.full_name(short)
+    ):
         # What SGLang understands by it goes before flags that only Tetrad has.
         longer = [same] if same in flags else []
     if len(longer) != 1:
@@ -146,8 +155,9 @@ def _unknown(error: UnknownOptionError) -> str:
     flag = (error.token.keyword or error.token.value).partition("=")[0]
     if verb == "serve" and (why := sglang_flags.reason(flag)) is not None:
         return f"tetrad serve has no {flag}: {why}."
-    if verb == "bench serve" and (why := bench_flags.reason(flag)) is not None:
-        return f"tetrad bench serve has no {bench_flags.full_name(flag)}: {why}."
+    is_load = verb in ("bench serve", "bench sweep")
+    if is_load and (why := bench_flags.reason(flag)) is not None:
+        return f"tetrad {verb} has no {bench_flags.full_name(flag)}: {why}."
     return f"{_sentence(error)} `tetrad {verb} --help` lists all."
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tetrad.core.client_records import ClientCheck
-from tetrad.core.serve_records import Further, Steady
 from tetrad.core.series_records import Histogram, Timeline
+from tetrad.core.serve_records import Further, Steady
 from tetrad.core.spread import Record, Spread, percentile
 
 FailureKind = Literal[

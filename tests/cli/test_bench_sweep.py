@@ -1,0 +1,123 @@
+"""`tetrad bench sweep` as a command: its table, its files, and that it can be resumed."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from tests.bench.mock_server import MockServer
+from tests.cli.conftest import beside
+from tetrad.cli.bench_files import masked
+from tetrad.core.sweep_records import SweepPoint
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "What is 3+5?", "output_len": 8}\n' * 4)
+    files = ["--results", str(tmp_path / "r.jsonl"), "--csv", str(tmp_path / "s.csv")]
+    source = ["--dataset-name", "custom", "--dataset-path", str(path), "--warmup-requests", "0"]
+    return ["bench", "sweep", *source, *files, "--html", str(tmp_path / "s.html"), "--ready", "0.1"]
+
+
+def rows(path) -> list[SweepPoint]:
+    return [SweepPoint.model_validate_json(line) for line in path.read_text().splitlines()]
+
+
+def test_points_are_measured_once_and_new_ones_are_added(tetrad, arguments, tmp_path):
+    server = MockServer()
+    with beside(server) as url:
+        arguments += ["--base-url", url, "--api-key", "geheim"]
+        code, out, err = tetrad(*arguments, "--concurrency", "1,2")
+        assert code == 0, err
+        assert "point 2 of 2: concurrency 2" in err
+        assert len(server.bodies) == 8
+        code, out, err = tetrad(*arguments, "--concurrency", "1,2,4")
+    assert code == 0
+    assert "2 of 3 points are in" in err
+    assert len(server.bodies) == 12
+    for count in (1, 2, 4):
+        assert f"concurrency {count}" in out
+    kept = rows(tmp_path / "r.jsonl")
+    assert [row.place.concurrency for row in kept] == [1, 2, 4]
+    assert kept[0].run is not None
+    assert kept[0].run.timeline is not None
+    assert kept[0].run.machine["num_cores"] >= 1
+    assert kept[0].run.requests == []
+    written = "".join(p.read_text() for p in tmp_path.iterdir())
+    assert "geheim" not in written
+    with (tmp_path / "s.csv").open() as file:
+        assert [row["max_concurrency"] for row in csv.DictReader(file)] == ["1", "2", "4"]
+    assert "Serving benchmark: 3 runs" in (tmp_path / "s.html").read_text()
+
+
+def test_a_failed_point_is_kept_and_run_again_only_when_asked(tetrad, arguments, tmp_path):
+    with beside(MockServer("http 500", healthy=4)) as url:
+        arguments += ["--base-url", url]
+        code, out, err = tetrad(*arguments, "--concurrency", "1,2")
+    assert code == 6
+    assert "1 of 2 points are not clean (concurrency 2)" in err
+    assert "concurrency 2: 4 of 4 requests failed" in out
+    code, _, err = tetrad(*arguments, "--concurrency", "1,2")
+    assert code == 6
+    assert "2 of 2 points are in" in err
+    code, _, err = tetrad(*arguments, "--concurrency", "1,2", "--retry-failed")
+    assert code == 6
+    assert "No server answers" in (tmp_path / "r.jsonl").read_text()
+    assert [row.status for row in rows(tmp_path / "r.jsonl")] == ["ok", "failures", "failed"]
+    assert "No server answers" in (tmp_path / "s.html").read_text()
+
+
+def test_a_changed_plan_stops_before_any_request(tetrad, arguments):
+    server = MockServer()
+    with beside(server) as url:
+        arguments += ["--base-url", url, "--concurrency", "1"]
+        assert tetrad(*arguments)[0] == 0
+        code, _, err = tetrad(*arguments, "--temperature", "0.5")
+    assert code == 2
+    assert "another plan: temperature was 0.0 and is 0.5" in err
+    assert len(server.bodies) == 4
+
+
+def test_an_unknown_flag_of_sglang_says_why(tetrad):
+    code, _, err = tetrad("bench", "sweep", "--concurrency", "1", "--profile")
+    assert code == 2
+    assert "tetrad bench sweep has no --profile: a profiled run" in err
+
+
+def test_serve_writes_vllms_file_and_the_report(tetrad, arguments, tmp_path):
+    reports = ["--html", str(tmp_path / "s.html"), "--csv", str(tmp_path / "s.csv")]
+    files = [*arguments[2:6], *reports]
+    saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "v.json"]
+    lines = ["--output-file", str(tmp_path / "o.jsonl")]
+    with beside(MockServer()) as url:
+        code, _, _ = tetrad("bench", "serve", "--base-url", url, *files, *saved, *lines)
+    assert code == 0
+    assert len(json.loads((tmp_path / "v.json").read_text())["latencies"]) == 4
+    line = json.loads((tmp_path / "o.jsonl").read_text())
+    assert line["tetrad"]["requests"] == []
+    assert line["tetrad"]["command"].startswith("tetrad bench serve --base-url")
+    assert "Serving benchmark" in (tmp_path / "s.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        (["--html", "/nowhere/a.html"], "--html /nowhere/a.html: there is no such folder."),
+        (["--save-result", "--result-dir", "/nowhere"], "--result-dir /nowhere: there is no"),
+        (["--save-result", "--result-filename", "../a"], "it must be a name without folders"),
+        (["--save-detailed"], "--save-detailed is about the file of --save-result"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_the_load(flag, sentence: str, tetrad):
+    code, _, err = tetrad("bench", "serve", *flag)
+    assert code == 2
+    assert sentence in err
+
+
+def test_secrets_of_a_command_line_are_masked():
+    secret = "--api-k s1 --port 1 --header A=s2 B=s3 --auth=s4 --model s5 --header=C=s6"
+    shown = "--api-k *** --port 1 --header A=*** B=*** --auth=*** --model s5 --header=C=***"
+    assert " ".join(masked(secret.split())) == shown

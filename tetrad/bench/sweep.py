@@ -1,0 +1,187 @@
+"""Points of a sweep one after the other; what a file holds already is not measured again."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tetrad import __version__
+from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.options_server import without_credentials
+from tetrad.bench.sweep_options import REPLACED, BenchSweepConfig
+from tetrad.core.errors import BenchFailure, ConfigError
+from tetrad.core.records import BenchRun
+from tetrad.core.sweep_records import Place, Status, SweepPoint
+
+NO_PART_OF_A_PLAN = {
+    *("api_key", "authorization", "header"),
+    *("host", "port", "base_url", "ready_check_timeout_sec"),
+    *("output_file", "output_details", "save_result", "save_detailed", "result_dir"),
+    *("result_filename", "html", "csv", "tag", "cache_report", "allow_failures", "disable_tqdm"),
+    *("concurrency", "request_rates", "lengths", "results", "retry_failed", "repeat"),
+}
+"""Secrets, which stay out of files, and options that change no figure. Points may be added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """A point and the run that measures it."""
+
+    place: Place
+    config: BenchServeConfig
+
+
+def points(config: BenchSweepConfig) -> list[Todo]:
+    """All points in the order of the lists, the last list varying fastest."""
+    concurrencies: list[int | None] = [*config.concurrencies] or [None]
+    rates: list[float | None] = [*config.rates] or [None]
+    pairs: list[tuple[int, int] | None] = [*config.length_pairs] or [None]
+    settings = product(concurrencies, rates, pairs)
+    return [
+        _todo(config, *each, repetition)
+        for each, repetition in product(settings, range(1, config.repeat + 1))
+    ]
+
+
+def _todo(
+    config: BenchSweepConfig,
+    concurrency: int | None,
+    rate: float | None,
+    lengths: tuple[int, int] | None,
+    repetition: int,
+) -> Todo:
+    values = {name: getattr(config, name) for name in BenchServeConfig.model_fields}
+    if concurrency is not None:
+        values["max_concurrency"] = concurrency
+        is_free = config.num_prompts is None and not config.rate_profile
+        if is_free and config.dataset_name.startswith("random"):
+            values["num_prompts"] = config.requests_per_slot * concurrency
+    if rate is not None:
+        values["request_rate"] = rate
+    if lengths is not None:
+        values["random_input_len"], values["random_output_len"] = lengths
+    place = Place(
+        concurrency=concurrency,
+        request_rate="inf" if rate is not None and math.isinf(rate) else rate,
+        input_len=lengths and lengths[0],
+        output_len=lengths and lengths[1],
+        repetition=repetition,
+    )
+    return Todo(place, BenchServeConfig.parse(values))
+
+
+def plan_of(config: BenchSweepConfig) -> dict[str, Any]:
+    """What all points share, as JSON has it."""
+    swept = {other for name in REPLACED if getattr(config, name) for other in REPLACED[name]}
+    values = config.model_dump(mode="json", exclude=NO_PART_OF_A_PLAN | swept)
+    plan = {name: "inf" if value == math.inf else value for name, value in values.items()}
+    return {"url": without_credentials(config.url), **plan}
+
+
+def kept(path: Path, plan: dict[str, Any]) -> dict[Place, SweepPoint]:
+    """Points of an earlier sweep by their place, the last one of each. Raises ConfigError when the
+    file holds something else, or points that were measured by another plan."""
+    if not path.exists():
+        return {}
+    found: dict[Place, SweepPoint] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            point = _read(line, f"--results {path}, line {number}")
+            if point.plan != plan:
+                raise ConfigError(
+                    f"--results {path} holds points of another plan: "
+                    f"{', '.join(differences(point.plan, plan))}; repeat its flags, or name "
+                    "another file."
+                )
+            found[point.place] = point
+    return found
+
+
+def _read(line: str, where: str) -> SweepPoint:
+    try:
+        return SweepPoint.model_validate_json(line)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{where} is no point of a sweep ({error.errors()[0]['msg']}); remove the line, or "
+            "name another file."
+        ) from None
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """Each setting that changed: what it was and what it is."""
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name) or (name in old) != (name in new):
+            before, after = (str(each[name]) if name in each else "swept" for each in (old, new))
+            yield f"{name} was {before} and is {after}"
+
+
+def run(
+    todo: Sequence[Todo],
+    plan: dict[str, Any],
+    measure: Callable[[BenchServeConfig, int], BenchRun],
+    say: Callable[[str], None],
+) -> Iterator[SweepPoint]:
+    """Measure one point after the other. A point without figures is a row like any other; an
+    interrupted one is not, so that it is measured when the sweep is resumed. `measure` gets the
+    number of the repetition, from 0."""
+    for number, each in enumerate(todo, 1):
+        say(f"point {number} of {len(todo)}: {each.place}")
+        started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        status: Status = "failed"
+        result = None
+        try:
+            result = measure(each.config, each.place.repetition - 1)
+        except BenchFailure as error:
+            detail = str(error)
+        else:
+            if result.interrupted:
+                raise KeyboardInterrupt
+            status, detail = verdict(result, each.config.allow_failures)
+        yield SweepPoint(
+            tetrad_version=__version__,
+            started_at=started_at if result is None else result.started_at,
+            place=each.place,
+            plan=plan,
+            status=status,
+            detail=detail,
+            run=result,
+        )
+
+
+def verdict(result: BenchRun, allowed: int) -> tuple[Status, str]:
+    """Whether the figures may be used, and why not."""
+    if result.failed > allowed:
+        first = result.failures[0]
+        return "failures", (
+            f"{result.failed} of {result.completed + result.failed} requests failed, {allowed} are "
+            f"allowed (--allow-failures); most often {first.kind}: {first.example}"
+        )
+    if result.client is not None and result.client.invalid:
+        return "invalid", f"The figures are INVALID: {result.client.invalid[0]}"
+    return "ok", ""
+
+
+def alone(results: Sequence[BenchRun], allowed: int) -> list[SweepPoint]:
+    """Repetitions of one run, as the points of a sweep that varies nothing else."""
+    points = []
+    for repetition, result in enumerate(results, 1):
+        status, detail = verdict(result, allowed)
+        points.append(
+            SweepPoint(
+                tetrad_version=__version__,
+                started_at=result.started_at,
+                place=Place(repetition=repetition),
+                plan={},
+                status=status,
+                detail=detail,
+                run=result,
+            )
+        )
+    return points

@@ -1,0 +1,137 @@
+"""What a benchmark writes to files, and how it was called."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.options_server import without_credentials
+from tetrad.cli.machine import look
+from tetrad.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tetrad.core.records import BenchRun
+    from tetrad.core.sweep_records import SweepPoint
+
+SECRETS = ("--api-key", "--authorization", "--header")
+SHORTEST_FLAG = 4
+"""Of an abbreviated flag."""
+
+
+def check_folders(config: BenchServeConfig, **more: Path | None) -> None:
+    """Refuse before the load what could not be written after it."""
+    files = {"output_file": config.output_file, "html": config.html, "csv": config.csv, **more}
+    for name, path in files.items():
+        if path is not None and not path.parent.is_dir():
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {path}: there is no such folder.")
+    if config.result_dir is not None and not config.result_dir.is_dir():
+        raise ConfigError(f"--result-dir {config.result_dir}: there is no such folder.")
+    if Path(config.result_filename or "").name != (config.result_filename or ""):
+        raise ConfigError(
+            f"--result-filename {config.result_filename}: it must be a name without folders; "
+            "--result-dir says where."
+        )
+
+
+def command() -> str:
+    """The command line as it was typed, its secrets masked."""
+    return without_credentials(shlex.join(["tetrad", *masked(sys.argv[1:])]))
+
+
+def masked(words: Sequence[str]) -> list[str]:
+    """The words with what follows a secret's flag replaced; of a header the name stays."""
+    shown, secret = [], None
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            is_long = len(name) >= SHORTEST_FLAG
+            secret = next((s for s in SECRETS if is_long and s.startswith(name)), None)
+            hides = secret is not None and equals
+            shown.append(f"{name}={_mask(value, secret)}" if hides else word)
+        else:
+            shown.append(word if secret is None else _mask(word, secret))
+    return shown
+
+
+def _mask(value: str, flag: str | None) -> str:
+    name, equals, _ = value.partition("=")
+    return f"{name}=***" if flag == "--header" and equals else "***"
+
+
+def signed(run: BenchRun) -> BenchRun:
+    """The record with the command and the machine of its client."""
+    return run.model_copy(update={"command": command(), "machine": dataclasses.asdict(look())})
+
+
+def write_run(run: BenchRun, config: BenchServeConfig) -> None:
+    """What is written for each run by itself."""
+    if config.output_file is not None:
+        append(run, config)
+    if config.save_result:
+        save(run, config)
+
+
+def append(run: BenchRun, config: BenchServeConfig) -> None:
+    """One line of JSON: SGLang's keys, then our record."""
+    from tetrad.bench.block import cache_keys, detail_keys, sglang_keys
+
+    assert config.output_file is not None
+    details = detail_keys(run) if config.output_details else {}
+    cache = cache_keys(run) if config.cache_report else {}
+    keys = {**sglang_keys(run), **cache, **details}
+    line = json.dumps({**keys, "tetrad": kept(run, config).model_dump(mode="json")})
+    with config.output_file.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    print(f"result appended to {config.output_file}", file=sys.stderr)
+
+
+def kept(run: BenchRun, config: BenchServeConfig) -> BenchRun:
+    """The record without single requests, unless they were asked for."""
+    return run if config.output_details else run.model_copy(update={"requests": []})
+
+
+def save(run: BenchRun, config: BenchServeConfig) -> None:
+    """One JSON file: vLLM's keys."""
+    from tetrad.bench.outputs import vllm_file_name, vllm_keys
+
+    now = datetime.datetime.now()
+    folder = config.result_dir or Path()
+    path = folder / (config.result_filename or vllm_file_name(run, config, now))
+    if config.result_filename is None:
+        path = unused(path)
+    path.write_text(json.dumps(vllm_keys(run, config, now)) + "\n", encoding="utf-8")
+    print(f"result written to {path}", file=sys.stderr)
+
+
+def unused(path: Path) -> Path:
+    """The path, or the first one like it that is free: two short runs may end within a second."""
+    number, free = 2, path
+    while free.exists():
+        free = path.with_stem(f"{path.stem}-{number}")
+        number += 1
+    return free
+
+
+def write_points(points: Sequence[SweepPoint], config: BenchServeConfig) -> None:
+    """What is written once, for all runs."""
+    if not points:
+        return
+    if config.csv is not None:
+        from tetrad.bench.outputs import table
+
+        config.csv.write_text(table(points), encoding="utf-8", newline="")
+        print(f"figures written to {config.csv}", file=sys.stderr)
+    if config.html is not None:
+        from tetrad.bench.report_html import page
+
+        text = page(points, command(), dataclasses.asdict(look()))
+        config.html.write_text(text, encoding="utf-8")
+        print(f"report written to {config.html}", file=sys.stderr)

@@ -1,0 +1,106 @@
+"""`tetrad bench sweep`: the load generator at point after point, a table of all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tetrad.bench.sweep_options import BenchSweepConfig
+from tetrad.cli import bench_files
+from tetrad.cli.flags import verb
+from tetrad.cli.narrator import Narrator
+from tetrad.core.errors import BenchFailure
+
+if TYPE_CHECKING:
+    from tetrad.bench.options import BenchServeConfig
+    from tetrad.core.records import BenchRun
+    from tetrad.core.sweep_records import SweepPoint
+
+PLAIN_WIDTH = 170
+"""Columns of the table where there is no terminal to ask."""
+
+
+def _bench_sweep(config: BenchSweepConfig) -> int:
+    """Measure the points that are missing, show all. One that is not ok is a BenchFailure."""
+    from tetrad.bench import sweep
+
+    bench_files.check_folders(config, results=config.results)
+    todo, plan = sweep.points(config), sweep.plan_of(config)
+    found = {} if config.results is None else sweep.kept(config.results, plan)
+    if config.retry_failed:
+        found = {place: point for place, point in found.items() if point.status == "ok"}
+    done = {each.place: found[each.place] for each in todo if each.place in found}
+    narrator = Narrator(show_bar=not config.disable_tqdm)
+    if done:
+        narrator.say(f"{len(done)} of {len(todo)} points are in {config.results} and stay")
+    missing = [each for each in todo if each.place not in done]
+    try:
+        for point in sweep.run(missing, plan, _measure(narrator), narrator.say):
+            done[point.place] = point
+            _keep(point, config)
+    finally:
+        shown = [done[each.place] for each in todo if each.place in done]
+        _show(shown, config)
+    return _verdict(shown)
+
+
+def _measure(narrator: Narrator) -> Callable[[BenchServeConfig, int], BenchRun]:
+    import uvloop
+
+    from tetrad.bench.serving import bench_serve
+
+    def measure(config: BenchServeConfig, repetition: int) -> BenchRun:
+        return bench_files.signed(uvloop.run(bench_serve(config, narrator, repetition)))
+
+    return measure
+
+
+def _keep(point: SweepPoint, config: BenchSweepConfig) -> None:
+    """Write a point at once, so that the next one's end cannot take it along."""
+    if point.run is not None:
+        bench_files.write_run(point.run, config)
+    if config.results is not None:
+        run = None if point.run is None else bench_files.kept(point.run, config)
+        line = point.model_copy(update={"run": run}).model_dump_json()
+        with config.results.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
+    if not points:
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tetrad.bench.report_html import HEADINGS, cells
+
+    table = Table()
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if place > 1 else "left", no_wrap=place != 0)
+    for point in points:
+        style = None if point.status == "ok" else "red"
+        table.add_row(*map(Text, cells(point)), style=style)
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console.print(table)
+    for point in points:
+        if point.detail:
+            print(f"{point.place}: {point.detail}")
+    bench_files.write_points(points, config)
+
+
+def _verdict(points: Sequence[SweepPoint]) -> int:
+    wrong = [str(point.place) for point in points if point.status != "ok"]
+    if wrong:
+        raise BenchFailure(
+            f"{len(wrong)} of {len(points)} points are not clean ({'; '.join(wrong)}); "
+            "--retry-failed with the same --results runs them again."
+        )
+    return 0
+
+
+bench_sweep = verb(BenchSweepConfig, _bench_sweep)
