@@ -15,11 +15,12 @@ Body = dict[str, Any]
 
 
 class MockServer:
-    """Counts what it is asked; `behaviour` says how it answers after `healthy` good answers."""
+    """Counts what it is asked; `behaviour` says how it answers after `healthy` good answers: one
+    word for all, or one for each."""
 
     def __init__(
         self,
-        behaviour: str = "good",
+        behaviour: str | Sequence[str] = "good",
         healthy: int = 0,
         flush_path: str | None = "/flush_cache",
         models_status: Sequence[int] = (200,),
@@ -52,6 +53,13 @@ class MockServer:
         async with TestServer(app, shutdown_timeout=0.1) as server:
             yield str(server.make_url("/")).rstrip("/")
 
+    def _behaviour_now(self) -> str:
+        if len(self.bodies) <= self.healthy:
+            return "good"
+        if isinstance(self.behaviour, str):
+            return self.behaviour
+        return self.behaviour[len(self.bodies) - self.healthy - 1]
+
     async def models(self, request: web.Request) -> web.Response:
         left = self.models_status
         status = left.pop(0) if len(left) > 1 else left[0]
@@ -72,7 +80,7 @@ class MockServer:
         self.peers.add(request.transport.get_extra_info("peername"))
         if self.moved_to is not None:
             raise web.HTTPTemporaryRedirect(self.moved_to + request.path)
-        behaviour = self.behaviour if len(self.bodies) > self.healthy else "good"
+        behaviour = self._behaviour_now()
         if behaviour == "http 500":
             return web.json_response({"error": {"message": "out of pages"}}, status=500)
         if behaviour == "hang":

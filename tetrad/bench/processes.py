@@ -30,6 +30,7 @@ from tetrad.bench.backends import Reading, protocol
 from tetrad.bench.client import Client, Load, LoadResult, Share, run_load
 from tetrad.bench.judge import read_answer
 from tetrad.bench.lag import Watched, read_lag_s
+from tetrad.bench.limits import make_room
 from tetrad.bench.wire import Trace
 from tetrad.core.errors import BenchFailure
 
@@ -110,6 +111,7 @@ def cores() -> int:
 async def perform(job: Job, workers: int | None, on_finished: Callable[[bool], None]) -> Outcome:
     """Carry the load. `on_finished` hears of each request whether it is known to have failed."""
     number = min(workers or automatic(job.load.slots, cores()), job.load.slots)
+    make_room(job.load.slots, max(1, number))
     if number <= 1:
         return await _alone(job, None, lambda trace: on_finished(trace.failure is not None))
     with tempfile.TemporaryFile() as file:
