@@ -72,6 +72,15 @@ def test_rates_are_points_and_keep_the_usual_number_of_requests():
         ({"concurrency": "8", "max_concurrency": 4}, "takes the place of --max-concurrency"),
         ({"request_rates": "8", "request_rate": 4}, "takes the place of --request-rate"),
         ({"lengths": "8/8", "random_input_len": 4}, "takes the place of --random-input-len"),
+        ({"under": "ttft:5", "concurrency": "8"}, "give --find max-throughput too"),
+        ({"find": "max-throughput", "concurrency": "8"}, "between two limits"),
+        ({"find": "max-throughput", "concurrency": "8,2"}, "give them in order"),
+        ({"find": "max-throughput", "lengths": "8/2"}, "leave --lengths out"),
+        ({"find": "max-throughput", "under": "ttft"}, "'ttft' must be ttft, tpot, itl"),
+        (
+            {"find": "max-throughput", "under": "ttft:1", "disable_stream": True},
+            "can only bound e2el",
+        ),
         ({"concurrency": "8,64", "num_prompts": 9}, "never puts 64 requests in flight"),
         (
             {"concurrency": "8", "save_result": True, "result_filename": "a"},

@@ -70,6 +70,21 @@ def test_a_failed_point_is_kept_and_run_again_only_when_asked(tetrad, arguments,
     assert "No server answers" in (tmp_path / "s.html").read_text()
 
 
+def test_a_search_ends_with_a_sentence(tetrad, arguments, tmp_path):
+    search = ["--find", "max-throughput", "--concurrency", "1,4"]
+    with beside(MockServer()) as url:
+        arguments += ["--base-url", url]
+        code, out, err = tetrad(*arguments, *search, "--under", "ttft:60000,e2el:60000")
+        assert code == 0, err
+        assert "Most output throughput under P99 TTFT 60000 ms, P99 E2E 60000 ms: " in out
+        num_points = len(rows(tmp_path / "r.jsonl"))
+        assert 2 <= num_points <= 3
+        code, out, err = tetrad(*arguments, *search, "--under", "median_e2el:0.001")
+    assert code == 6
+    assert "No concurrency keeps median E2E 0.001 ms: at concurrency 1 median E2E is" in err
+    assert len(rows(tmp_path / "r.jsonl")) == num_points
+
+
 def test_a_changed_plan_stops_before_any_request(tetrad, arguments):
     server = MockServer()
     with beside(server) as url:

@@ -26,6 +26,7 @@ NO_PART_OF_A_PLAN = {
     *("output_file", "output_details", "save_result", "save_detailed", "result_dir"),
     *("result_filename", "html", "csv", "tag", "cache_report", "allow_failures", "disable_tqdm"),
     *("concurrency", "request_rates", "lengths", "results", "retry_failed", "repeat"),
+    *("find", "under"),
 }
 """Secrets, which stay out of files, and options that change no figure. Points may be added."""
 
@@ -48,6 +49,11 @@ def points(config: BenchSweepConfig) -> list[Todo]:
         _todo(config, *each, repetition)
         for each, repetition in product(settings, range(1, config.repeat + 1))
     ]
+
+
+def todo_at(config: BenchSweepConfig, concurrency: int) -> Todo:
+    """A point of a search, which varies nothing but the concurrency."""
+    return _todo(config, concurrency, None, None, 1)
 
 
 def _todo(
@@ -79,7 +85,10 @@ def _todo(
 
 def plan_of(config: BenchSweepConfig) -> dict[str, Any]:
     """What all points share, as JSON has it."""
-    swept = {other for name in REPLACED if getattr(config, name) for other in REPLACED[name]}
+    lists = [name for name in REPLACED if getattr(config, name)]
+    if config.find is not None:
+        lists.append("concurrency")
+    swept = {other for name in lists for other in REPLACED[name]}
     values = config.model_dump(mode="json", exclude=NO_PART_OF_A_PLAN | swept)
     plan = {name: "inf" if value == math.inf else value for name, value in values.items()}
     return {"url": without_credentials(config.url), **plan}
@@ -133,26 +142,33 @@ def run(
     number of the repetition, from 0."""
     for number, each in enumerate(todo, 1):
         say(f"point {number} of {len(todo)}: {each.place}")
-        started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        status: Status = "failed"
-        result = None
-        try:
-            result = measure(each.config, each.place.repetition - 1)
-        except BenchFailure as error:
-            detail = str(error)
-        else:
-            if result.interrupted:
-                raise KeyboardInterrupt
-            status, detail = verdict(result, each.config.allow_failures)
-        yield SweepPoint(
-            tetrad_version=__version__,
-            started_at=started_at if result is None else result.started_at,
-            place=each.place,
-            plan=plan,
-            status=status,
-            detail=detail,
-            run=result,
-        )
+        yield measured(each, plan, measure)
+
+
+def measured(
+    todo: Todo, plan: dict[str, Any], measure: Callable[[BenchServeConfig, int], BenchRun]
+) -> SweepPoint:
+    """One point, whatever comes of it. Raises KeyboardInterrupt when it was cut off."""
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    status: Status = "failed"
+    result = None
+    try:
+        result = measure(todo.config, todo.place.repetition - 1)
+    except BenchFailure as error:
+        detail = str(error)
+    else:
+        if result.interrupted:
+            raise KeyboardInterrupt
+        status, detail = verdict(result, todo.config.allow_failures)
+    return SweepPoint(
+        tetrad_version=__version__,
+        started_at=started_at if result is None else result.started_at,
+        place=todo.place,
+        plan=plan,
+        status=status,
+        detail=detail,
+        run=result,
+    )
 
 
 def verdict(result: BenchRun, allowed: int) -> tuple[Status, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tetrad.bench.sweep_options import BenchSweepConfig
@@ -24,26 +24,46 @@ PLAIN_WIDTH = 170
 
 def _bench_sweep(config: BenchSweepConfig) -> int:
     """Measure the points that are missing, show all. One that is not ok is a BenchFailure."""
-    from tetrad.bench import sweep
+    from tetrad.bench import sweep, sweep_find
 
     bench_files.check_folders(config, results=config.results)
-    todo, plan = sweep.points(config), sweep.plan_of(config)
+    plan = sweep.plan_of(config)
     found = {} if config.results is None else sweep.kept(config.results, plan)
     if config.retry_failed:
         found = {place: point for place, point in found.items() if point.status == "ok"}
-    done = {each.place: found[each.place] for each in todo if each.place in found}
     narrator = Narrator(show_bar=not config.disable_tqdm)
-    if done:
-        narrator.say(f"{len(done)} of {len(todo)} points are in {config.results} and stay")
-    missing = [each for each in todo if each.place not in done]
+    measure, done = _measure(narrator), {}
+    if config.find is not None:
+        steps = sweep_find.search(config, found, plan, measure, narrator.say)
+    else:
+        todo = sweep.points(config)
+        done = {each.place: found[each.place] for each in todo if each.place in found}
+        if done:
+            narrator.say(f"{len(done)} of {len(todo)} points are in {config.results} and stay")
+        missing = [each for each in todo if each.place not in done]
+        steps = sweep.run(missing, plan, measure, narrator.say)
     try:
-        for point in sweep.run(missing, plan, _measure(narrator), narrator.say):
+        for point in steps:
             done[point.place] = point
-            _keep(point, config)
+            if point.place not in found:
+                _keep(point, config)
     finally:
-        shown = [done[each.place] for each in todo if each.place in done]
+        shown = _in_order(done.values(), config)
         _show(shown, config)
+    if config.find is not None:
+        print(sweep_find.conclusion(shown, config.bounds))
+        return 0
     return _verdict(shown)
+
+
+def _in_order(points: Iterable[SweepPoint], config: BenchSweepConfig) -> list[SweepPoint]:
+    """As the lists have them; those of a search by their concurrency."""
+    from tetrad.bench import sweep
+
+    if config.find is not None:
+        return sorted(points, key=lambda point: point.place.concurrency or 0)
+    places = [each.place for each in sweep.points(config)]
+    return sorted(points, key=lambda point: places.index(point.place))
 
 
 def _measure(narrator: Narrator) -> Callable[[BenchServeConfig, int], BenchRun]:
