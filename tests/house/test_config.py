@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
+from tetrad.bench.compare_options import BenchCompareConfig
 from tetrad.bench.kernels_options import BenchKernelsConfig
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.rank_options import BenchRankConfig
@@ -34,7 +35,7 @@ def numeric(annotation: object) -> bool:
     "config",
     [
         *(ServeConfig, BenchServeConfig, BenchSweepConfig, BenchKernelsConfig, BenchRankConfig),
-        QuantizeConfig,
+        *(QuantizeConfig, BenchCompareConfig),
     ],
 )
 def test_every_field_has_a_description_and_every_number_a_range(config: type[Config]):

@@ -57,6 +57,12 @@ bench.command(
     "interrupted.",
 )
 bench.command(
+    "tetrad.cli.bench_compare:bench_compare",
+    name="compare",
+    help="Put the same load on two servers in turns, and say whether they differ by more than "
+    "chance.",
+)
+bench.command(
     "tetrad.cli.bench_kernels:bench_kernels",
     name="kernels",
     help="Time every kernel at a real model's shapes, against ceilings measured in the same run.",
@@ -155,7 +161,7 @@ def _unknown(error: UnknownOptionError) -> str:
     flag = (error.token.keyword or error.token.value).partition("=")[0]
     if verb == "serve" and (why := sglang_flags.reason(flag)) is not None:
         return f"tetrad serve has no {flag}: {why}."
-    is_load = verb in ("bench serve", "bench sweep")
+    is_load = verb in ("bench serve", "bench sweep", "bench compare")
     if is_load and (why := bench_flags.reason(flag)) is not None:
         return f"tetrad {verb} has no {bench_flags.full_name(flag)}: {why}."
     return f"{_sentence(error)} `tetrad {verb} --help` lists all."

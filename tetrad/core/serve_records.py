@@ -59,3 +59,30 @@ class Repeats(Record):
     schema_version: Literal[1] = 1
     num_runs: int
     figures: list[Figure]
+
+
+class Difference(Record):
+    """One figure of two servers."""
+
+    name: str
+    median_a: float
+    median_b: float
+    ratio: float
+    """Geometric mean of B/A over the pairs."""
+    low: float
+    high: float
+    """Student's 95 % interval of it."""
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the interval leaves 1 out."""
+        return not self.low <= 1.0 <= self.high
+
+
+class Comparison(Record):
+    """Two servers under the same load in turns."""
+
+    kind: Literal["bench_comparison"] = "bench_comparison"
+    schema_version: Literal[1] = 1
+    num_pairs: int
+    differences: list[Difference]

@@ -1,0 +1,43 @@
+"""`tetrad bench compare A B`: the same load on two servers in turns, and whether they differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tetrad.bench.compare_options import BenchCompareConfig
+from tetrad.cli import bench_files
+from tetrad.cli.bench_serve import refuse
+from tetrad.cli.flags import verb
+from tetrad.cli.narrator import Narrator
+
+if TYPE_CHECKING:
+    from tetrad.bench.options import BenchServeConfig
+    from tetrad.core.records import BenchRun
+
+
+def _bench_compare(config: BenchCompareConfig) -> int:
+    """Measure in turns, print. Figures that must not be used are a BenchFailure."""
+    import uvloop
+
+    from tetrad.bench.compare import compare, comparison, table
+    from tetrad.bench.serving import bench_serve
+
+    bench_files.check_folders(config)
+    narrator = Narrator(show_bar=not config.disable_tqdm)
+
+    async def measure(asked: BenchServeConfig, repetition: int) -> BenchRun:
+        run = bench_files.signed(await bench_serve(asked, narrator, repetition))
+        bench_files.write_run(run, asked)
+        return run
+
+    pairs = uvloop.run(compare(config, measure))
+    for pair in pairs:
+        for run in pair:
+            refuse(run, config.allow_failures)
+    print("", *table(comparison(pairs)), sep="\n")
+    if len(pairs) < config.pairs:
+        raise KeyboardInterrupt
+    return 0
+
+
+bench_compare = verb(BenchCompareConfig, _bench_compare, positional=("a", "b"))
