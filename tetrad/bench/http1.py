@@ -19,6 +19,9 @@ STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [^\r\n]*)?")
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
 
 
+PLAIN_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
+
+
 class BadAnswerError(ValueError):
     """The bytes are no HTTP/1.1 answer; the text says what is wrong with them."""
 
@@ -93,6 +96,8 @@ class Chunks:
 
     def feed(self, read: bytes) -> bytes:
         """The payload in `read`. Raises BadAnswerError."""
+        if self._expects == "size" and not self._line and (whole := _one_chunk(read)) is not None:
+            return whole
         parts, at = [], 0
         while at < len(read) and not self.is_done:
             if self._left:
@@ -123,6 +128,16 @@ class Chunks:
                 raise BadAnswerError(f"a chunk of size {line[:80]!r}")
             self._left = int(size[1], 16)
             self._expects = "gap" if self._left else "trailer"
+
+
+def _one_chunk(read: bytes) -> bytes | None:
+    """The payload when `read` is one whole chunk, as nearly all are; None when it is not."""
+    size = PLAIN_SIZE.match(read)
+    if size is None:
+        return None
+    end = size.end() + int(size[1], 16)
+    is_whole = end > size.end() and len(read) == end + 2 and read.endswith(b"\r\n")
+    return read[size.end() : end] if is_whole else None
 
 
 def address(url: str) -> SplitResult:

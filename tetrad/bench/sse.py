@@ -21,6 +21,15 @@ class EventParser:
 
     def feed(self, read: bytes) -> list[bytes]:
         """Return the data of every event that `read` completes."""
+        # Nearly every read is one event of one line.
+        if (
+            read.find(b"\n") == len(read) - 2
+            and read.startswith(b"data: ")
+            and read.endswith(b"\n")
+            and b"\r" not in read
+            and not (self._at_start or self._tail or self._data)
+        ):
+            return [read[6:-2]]
         text = self._tail + read
         # The "\n" of a "\r\n" may come with the next read.
         held = b"\r" if text.endswith(b"\r") else b""

@@ -42,10 +42,12 @@ class Spread(Record):
         if not values:
             return cls()
         ordered = sorted(values)
+        mean = statistics.fmean(ordered)
         return cls(
             count=len(ordered),
-            mean=statistics.fmean(ordered),
-            std=statistics.pstdev(ordered),
+            mean=mean,
+            # Not statistics.pstdev, whose exact fractions take microseconds for each value.
+            std=math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
             min=ordered[0],
             median=percentile(ordered, 50),
             p90=percentile(ordered, 90),
