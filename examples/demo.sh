@@ -5,7 +5,9 @@ set -euo pipefail
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 url="http://127.0.0.1:$port"
 log=$(mktemp)
-show() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
+# Words with spaces in quotes, so that what is shown can be pasted.
+quoted() { for word; do case $word in *' '*) printf '"%s" ' "$word" ;; *) printf '%s ' "$word" ;; esac; done; }
+show() { printf '\n\033[1m$ %s\033[0m\n' "$(quoted "$@")"; "$@"; }
 
 printf '\033[1m$ tetrad serve --port %s &\033[0m\n' "$port"
 tetrad serve --port "$port" >"$log" 2>&1 &
