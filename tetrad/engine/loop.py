@@ -78,6 +78,7 @@ class EngineLoop:
             self._is_over.set()
             beat.join()
             self._context.destroy(linger=LAST_WORDS_MS)
+            gc.unfreeze()  # else libraries report what was frozen as leaked when the process ends
         return 0
 
     def _serve(self, engine: Engine) -> None:
