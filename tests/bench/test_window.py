@@ -71,6 +71,7 @@ def test_tokens_of_the_steady_part_are_those_that_came_in_it():
     assert found.ttft_ms.count == 0
     told = lines(None, found)
     assert told[0].startswith("steady from 2.00 to 4.00 s: 3.50 output tok/s, in flight 2.00")
+    assert "TTFT" not in told[0]
 
 
 def test_an_interval_holds_the_median_and_not_more_than_the_range():

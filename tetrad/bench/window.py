@@ -94,10 +94,11 @@ def lines(more: Further | None, part: Steady | None) -> list[str]:
             figures.append(f"TTAT {more.ttat_ms.mean:.2f} (P99 {more.ttat_ms.p99:.2f}) ms")
         told.append(f"means: {', '.join(figures)}, in flight {more.mean_in_flight:.2f}")
     if part is not None:
+        first = part.ttft_ms
+        ttft = f", TTFT {first.mean:.2f} ms of {first.count} that were sent" if first.count else ""
         told.append(
             f"steady from {part.begun_s:.2f} to {part.ended_s:.2f} s: "
             f"{part.output_throughput:.2f} output tok/s, in flight {part.mean_in_flight:.2f}, "
-            f"TPOT {part.tpot_ms.mean:.2f} ms of {part.completed} that ended, "
-            f"TTFT {part.ttft_ms.mean:.2f} ms of {part.ttft_ms.count} that were sent"
+            f"TPOT {part.tpot_ms.mean:.2f} ms of {part.completed} that ended{ttft}"
         )
     return told
