@@ -27,6 +27,15 @@ def test_a_table_and_the_ceilings(tetrad):
     assert "large product" in out
 
 
+def test_dense_products_come_first_and_refusals_are_told_once_an_op(tetrad):
+    code, out, _ = tetrad(*QUICK, "--ops", "route,dense,experts")
+    assert code == 0
+    lines = out.splitlines()
+    rows = [line.split()[1] for line in lines if line.startswith("│")]
+    assert list(dict.fromkeys(rows)) == ["dense", "route", "experts"]
+    assert any(line.startswith("route by triton; experts by gluon, triton, ") for line in lines)
+
+
 def test_records_are_lines_of_json(tetrad, tmp_path: Path):
     path = tmp_path / "kernels.jsonl"
     arguments = ("--ops", "route,experts", "--tokens-per-expert", "2", "--output-file", str(path))

@@ -61,6 +61,7 @@ def _bench_kernels(config: BenchKernelsConfig) -> int:
 
 
 def _plan(config: BenchKernelsConfig) -> KernelBench:
+    from tetrad.bench import kernels_dense
     from tetrad.bench.kernels import KernelBench, op_names
     from tetrad.core.ranks import Ranks
     from tetrad.kernels.registry import OPS
@@ -70,7 +71,9 @@ def _plan(config: BenchKernelsConfig) -> KernelBench:
     backends = dict.fromkeys(name for op in OPS.values() for name in op.backends)
     _known("--ops", config.op_names, op_names())
     _known("--backends", config.backend_names, backends)
-    ops = config.op_names or op_names()
+    asked = config.op_names or op_names()
+    # What others are compared with comes first.
+    ops = tuple(sorted(asked, key=lambda op: op != kernels_dense.NAME))
     _some_backend(config, ops)
     name, arch = model_shapes(config.model, device.type)
     ranks = Ranks(**config.rank_counts)
@@ -126,11 +129,13 @@ def _some_backend(config: BenchKernelsConfig, ops: Sequence[str]) -> None:
             "random and skewed work."
         )
     having = {**OPS, kernels_block.NAME: OPS["experts"]}
-    found = [having[op].backends for op in ops if op in having]
-    if config.backend_names and found and set(config.backend_names).isdisjoint(chain(*found)):
+    found = {op: having[op].backends for op in ops if op in having}
+    wanted = set(config.backend_names)
+    if wanted and found and wanted.isdisjoint(chain(*found.values())):
+        op, names = next(iter(found.items()))
         raise ConfigError(
-            f"--backends {config.backends}: none of the ops asked for has such a one; {ops[0]} has "
-            f"{', '.join(found[0])}."
+            f"--backends {config.backends}: none of the ops asked for has such a one; {op} has "
+            f"{', '.join(names)}."
         )
 
 
@@ -190,13 +195,16 @@ def parts(row: KernelTiming) -> str:
 
 def remarks(rows: list[KernelTiming]) -> list[str]:
     """What a reader must know besides the table: one sentence for each reason, with its rows."""
-    by_reason: dict[str, dict[str, None]] = {}
+    by_reason: dict[str, dict[str, dict[str, None]]] = {}
     for row in rows:
         note = row.detail or (row.time.note if row.time else "")
         if note:
             reason = f"{'no CUDA graph' if row.status == 'ok' else row.status}: {note}"
-            by_reason.setdefault(reason, {})[f"{row.op} by {row.backend}"] = None
-    return [f"{', '.join(names)}: {reason}." for reason, names in by_reason.items()]
+            by_reason.setdefault(reason, {}).setdefault(row.op, {})[row.backend] = None
+    return [
+        "; ".join(f"{op} by {', '.join(names)}" for op, names in ops.items()) + f": {reason}."
+        for reason, ops in by_reason.items()
+    ]
 
 
 def _blocks(rows: list[KernelTiming]) -> Table | None:
