@@ -257,3 +257,15 @@ def test_ranks_read_what_they_write():
     ranks = Ranks(tp=8, ep=4, attn_dp=2, rank=5)
     assert Ranks.parse(str(ranks)) == ranks
     assert Ranks.parse("") == Ranks()
+
+
+def test_a_cpu_without_the_memory_says_so_before_anything_is_drawn():
+    """An allocation beyond it would end in the process being killed."""
+    with pytest.raises(ConfigError, match=r"experts of 75 layers take 2899 GB on a CPU.* --num-l"):
+        dummy_model(
+            preset("glm-5"),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            ops=resolve_ops("cpu"),
+            others=Solo(),
+        )

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import ConfigError
+from tetrad.core.ranks import Ranks
 from tetrad.distributed.collectives import Collectives
 from tetrad.formats.weights import NVFP4_BLOCK, Weight
 from tetrad.kernels import quick_weights
+from tetrad.kernels.device import snapshot
 from tetrad.kernels.select import OpSet
 from tetrad.layers.source import WeightLedger, WeightSource
 from tetrad.models.base import Model
@@ -75,7 +77,24 @@ def dummy_model(
     seed: int = 0,
     is_skewed: bool = False,
 ) -> Model:
-    """`arch`, or what the rank of `others` holds of it."""
+    """`arch`, or what the rank of `others` holds of it. Raises ConfigError when a CPU's memory
+    cannot hold it: there an allocation beyond it would end in the process being killed."""
+    if device.type == "cpu":
+        _check_memory(arch, others.ranks, dtype, device)
     weights = DummyWeights(device, dtype, seed, is_skewed)
     source = WeightSource(weights, ops, dtype, WeightLedger(), others=others)
     return MODELS[arch.model_type](others.ranks.arch_of(arch), source)
+
+
+def _check_memory(arch: ModelArch, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+    """By the routed experts alone, which a CPU holds decoded."""
+    mine, num_experts = ranks.arch_of(arch), len(ranks.held(arch.moe.num_experts))
+    num_layers = max(0, mine.num_layers - mine.moe.first_dense_layers)
+    numbers = num_layers * num_experts * 3 * arch.hidden * mine.moe.intermediate
+    needed, there = numbers * dtype.itemsize, snapshot(device).memory_bytes
+    if needed > there:
+        raise ConfigError(
+            f"The experts of {num_layers} layers take {needed / 1e9:.0f} GB on a CPU, which holds "
+            f"them decoded, and there are {there / 1e9:.0f} GB; a lower --num-layers, a layout with "
+            f"more ep or a GPU would do."
+        )
