@@ -99,6 +99,7 @@ def test_the_shapes_of_a_config_file_and_of_a_preset(tetrad, tmp_path: Path):
         (["--ranks", "pp=2"], "there is no 'pp', only tp and ep"),
         (["--ranks", "ep=5"], "32 experts cannot be dealt to 5 ranks"),
         (["--output-file", "no/such/f"], "there is no such folder"),
+        (["--plot", "."], "this is a folder; name a file in it"),
         (["--budget-s", "0"], "--budget-s 0.0: input should be greater than 0"),
     ],
 )

@@ -55,6 +55,7 @@ def test_records_are_lines_of_json(tetrad, tmp_path: Path):
         (("--context", "5000"), "knows 4096 positions; at most that works"),
         (("--model", "glm-55"), "there is no such file or folder"),
         (("--output-file", "nowhere/x"), "there is no such folder"),
+        (("--output-file", "."), "this is a folder; name a file in it"),
         (("--moe-runner-backend", "tritan"), "no backend 'tritan'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tetrad.core.arch import ModelArch
 from tetrad.core.errors import UnsupportedError
 from tetrad.data import embedded_model
 from tetrad.kernels import trial
+from tetrad.kernels.choice_cache import FILE_NAME, key_of
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.select import resolve_here, resolve_ops
 from tetrad.kernels.trial import Request, crashes
@@ -119,3 +121,19 @@ def test_on_a_cpu_nothing_is_tried_apart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tetrad.kernels.select.crashes", None)
     resolve_ops("cpu")
     assert all("torch" in op.backends for op in OPS.values())
+
+
+@pytest.mark.parametrize("name", ["no-op", "op/backend/more", "/backend"])
+def test_kept_outcomes_that_name_no_backend_are_ignored(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Whoever edits the file must not keep servers from starting."""
+    about = {"made": "up"}
+    monkeypatch.setattr(trial, "_about", lambda _request: about)
+    entry = {"about": about, "crashes": {name: "it crashed"}}
+    path = cache / FILE_NAME
+    path.write_text(json.dumps({"trials": {key_of(about): entry}}))
+    told: list[str] = []
+    command = (sys.executable, "-c", "print('{\"done\": true}')")
+    assert crashes(Request("cpu", torch.float32), told.append, command) == {}
+    assert "is not readable and is ignored" in told[0]

@@ -231,7 +231,11 @@ def test_layouts_without_a_program_are_refused(text: str, sentence: str):
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("tp=0", "tp must be a whole number from 1 on"), ("dp=2", "there is no 'dp', only tp, ep")],
+    [
+        ("tp=0", "tp must be a whole number from 1 on"),
+        ("dp=2", "there is no 'dp', only tp, ep"),
+        ("tp=2,ep=2,tp=4", "tp is named twice"),
+    ],
 )
 def test_ranks_that_are_none_are_refused(text: str, sentence: str):
     with pytest.raises(ValueError, match=sentence):

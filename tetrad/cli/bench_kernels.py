@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from itertools import chain
@@ -37,8 +38,7 @@ def _bench_kernels(config: BenchKernelsConfig) -> int:
     from tetrad.bench.kernels_plot import draw_roofline, require_matplotlib
 
     for flag, path in (("--output-file", config.output_file), ("--plot", config.plot)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no such folder.")
+        check_writable(flag, path)
     if config.plot is not None:
         require_matplotlib()
     plan = _plan(config)
@@ -159,6 +159,18 @@ def model_shapes(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
         return "abacus", ModelArch.from_folder(embedded_model())
     name = name or PRESETS[0]
     return name, shapes_of(name)
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Raise ConfigError before the work where its result could not be written."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no such folder.")
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path}: this cannot be written to.")
 
 
 def append(row: Record, path: Path) -> None:

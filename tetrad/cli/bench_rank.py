@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tetrad.bench.rank_options import BenchRankConfig
-from tetrad.cli.bench_kernels import PLAIN_WIDTH, append, model_shapes, where
+from tetrad.cli.bench_kernels import PLAIN_WIDTH, append, check_writable, model_shapes, where
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import ConfigError
@@ -28,8 +28,7 @@ def _bench_rank(config: BenchRankConfig) -> int:
 
     from tetrad.bench.rank import run
 
-    if config.output_file is not None and not config.output_file.parent.is_dir():
-        raise ConfigError(f"--output-file {config.output_file}: there is no such folder.")
+    check_writable("--output-file", config.output_file)
     narrator = Narrator()
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     rows = []

@@ -37,6 +37,8 @@ class Ranks:
             if name not in names:
                 known = ", ".join(names)
                 raise ValueError(f"there is no {name!r}, only {known}.{nearest(name, names)}")
+            if name in found:
+                raise ValueError(f"{name} is named twice")
             least = 0 if name == "rank" else 1
             if not number.isdecimal() or int(number) < least:
                 raise ValueError(f"{name} must be a whole number from {least} on")

@@ -13,9 +13,9 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 FILE_NAME = "kernel_choices.json"
 
@@ -39,7 +39,7 @@ class Trial(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     about: dict[str, Any]
-    crashes: dict[str, str]
+    crashes: dict[Annotated[str, Field(pattern="^[^/]+/[^/]+$")], str]
     """"op/backend" → what happened; empty when all went well."""
 
 
