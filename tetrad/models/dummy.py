@@ -95,6 +95,6 @@ def _check_memory(arch: ModelArch, ranks: Ranks, dtype: torch.dtype, device: tor
     if needed > there:
         raise ConfigError(
             f"The experts of {num_layers} layers take {needed / 1e9:.0f} GB on a CPU, which holds "
-            f"them decoded, and there are {there / 1e9:.0f} GB; a lower --num-layers, a layout with "
-            f"more ep or a GPU would do."
+            f"them decoded, and there are {there / 1e9:.0f} GB; a lower --num-layers, a layout "
+            f"with more ep or a GPU would do."
         )
