@@ -25,10 +25,11 @@ SMALL = TileShape(64, 64, 3, more_rows=16, smaller=((64, 0),))
     [
         ((1, 16, 17, 0), TileShape(16, 64, 3), 16 + 16 + 32),
         ((1, 32, 33, 49), TileShape(32, 64, 3, more_rows=16, smaller=((32, 0),)), 176),
+        ((97, 0, 0, 0), TileShape(32, 64, 3, more_rows=16, smaller=((32, 0),)), 48 + 48 + 32),
         ((256, 100, 210, 300), TileShape(256, 64, 3, rest=SMALL), 256 + 128 + 256 + 4 * 80),
         ((0, 0, 0, 0), TileShape(16, 64, 3), 0),
     ],
-    ids=["plain", "two sizes", "large and small", "nothing"],
+    ids=["plain", "two sizes", "a smaller last one", "large and small", "nothing"],
 )
 def test_rows_are_counted_in_tiles(counts: tuple[int, ...], tile: TileShape, num_rows: int):
     ids = torch.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
