@@ -33,8 +33,8 @@ def _bench_rank(config: BenchRankConfig) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     rows = []
     try:
-        for row in run(_plan(config), narrator.passing):
-            narrator.passing("")
+        for row in run(_plan(config), narrator.stage):
+            narrator.stage("")
             rows.append(row)
             console.print(op_table(row))
             if config.output_file is not None:

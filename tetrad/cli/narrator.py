@@ -35,6 +35,13 @@ class Narrator:
             sys.stderr.write(f"{CLEAR_LINE}{DIM}{line[:width]}{PLAIN}")
             sys.stderr.flush()
 
+    def stage(self, line: str) -> None:
+        """What happens for the next seconds: as `passing`, and in a log a line of its own."""
+        if self._is_terminal:
+            self.passing(line)
+        elif line:
+            self.say(line)
+
     def begin(self, num_requests: int) -> None:
         """The measured load starts."""
         if self._show_bar:
