@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +46,18 @@ async def test_model_info_names_a_folder_with_a_tokenizer(client: httpx.AsyncCli
     assert info["reasoning_parser"] == "glm45"
     assert info["tool_call_parser"] == "glm47"
     assert info["architectures"] == ["GlmMoeDsaForCausalLM"]
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/server_info"])
+async def test_a_lent_tokenizer_is_named_where_it_is(engine: FakeEngine, path: str):
+    """A client draws its prompts from there."""
+    config = ServeConfig(model=Path("glm-5"), load_format="dummy")
+    service = Service(config, ServedModel.load(config))
+    service.attach(engine)
+    async with connect(service) as client:
+        info = (await client.get(path)).json()
+    assert info["model_path"] == "glm-5"
+    assert info["tokenizer_path"] == str(embedded_model())
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])

@@ -58,7 +58,7 @@ async def model_info(service: Service, _request: Request) -> Response:
         {
             "model_path": str(model.folder),
             "served_model_name": model.name,
-            "tokenizer_path": str(model.folder),
+            "tokenizer_path": str(model.text_folder),
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": WEIGHT_VERSION,
@@ -80,7 +80,7 @@ async def server_info(service: Service, _request: Request) -> Response:
     info = {
         **_resolved(service),
         "model_path": str(service.model.folder),
-        "tokenizer_path": str(service.model.folder),
+        "tokenizer_path": str(service.model.text_folder),
         "api_key_required": service.config.api_key is not None,
         "launch_command": shlex.join(_without_key(sys.argv)),
         "version": tetrad.__version__,

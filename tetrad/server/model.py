@@ -34,6 +34,8 @@ class ServedModel:
 
     name: str
     folder: Path
+    text_folder: Path
+    """Where tokenizer and template come from: `folder`, if it has them."""
     arch: ModelArch
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -52,6 +54,7 @@ class ServedModel:
         return cls(
             name=config.served_model_name or folder.resolve().name,
             folder=folder,
+            text_folder=text_folder,
             arch=served_shapes(folder, config.load_format),
             tokenizer=Tokenizer.from_folder(text_folder),
             template=template,
