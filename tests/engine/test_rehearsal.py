@@ -98,4 +98,6 @@ def test_a_preset_is_served_with_the_embedded_tokenizer():
     assert served.tokenizer.vocab_size == abacus.tokenizer.vocab_size
     assert served.template is not None
     assert served.architectures == ()
-    assert served.tokenizer.decode([100_000]) == ""
+    beyond = 3 * abacus.tokenizer.vocab_size + 40
+    assert served.tokenizer.decode([beyond]) == abacus.tokenizer.decode([40]) != ""
+    assert abacus.tokenizer.decode([beyond]) == ""

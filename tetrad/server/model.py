@@ -56,7 +56,7 @@ class ServedModel:
             folder=folder,
             text_folder=text_folder,
             arch=served_shapes(folder, config.load_format),
-            tokenizer=Tokenizer.from_folder(text_folder),
+            tokenizer=Tokenizer.from_folder(text_folder, is_lent=text_folder != folder),
             template=template,
             defaults=SamplingDefaults.of(config.sampling_defaults, text_folder),
             splits_reasoning=_chosen(config.reasoning_parser, reasoning.OPEN, source),

@@ -21,8 +21,10 @@ from tetrad.core.errors import CheckpointError
 class Tokenizer:
     """A model's tokenizer.json."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, is_lent: bool = False) -> None:
+        """`is_lent`: to a model of a larger vocabulary, whose text means nothing."""
         self._tokenizer = tokenizer
+        self._is_lent = is_lent
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         """Control tokens, which a reader does not want to see."""
@@ -30,7 +32,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, *, is_lent: bool = False) -> Tokenizer:
         """Read `folder`/tokenizer.json. Raises CheckpointError with a sentence."""
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -46,7 +48,7 @@ class Tokenizer:
                 f"{path} has a decoder of type {kind}; Tetrad serves byte-level vocabularies "
                 f"(decoder type ByteLevel), which GLM and DeepSeek have."
             )
-        return cls(tokenizer)
+        return cls(tokenizer, is_lent=is_lent)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their ids."""
@@ -63,10 +65,12 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for an id outside the vocabulary (padding rows)."""
+        """The bytes a token stands for; none for an id outside the vocabulary (padding rows),
+        unless the tokenizer is lent: then those of another token, so that every token is text."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = _bytes_of(self._tokenizer.id_to_token(token_id) or "")
+            told = token_id % self.vocab_size if self._is_lent else token_id
+            known = self._bytes[token_id] = _bytes_of(self._tokenizer.id_to_token(told) or "")
         return known
 
     def decode(self, token_ids: Iterable[int]) -> str:
