@@ -75,7 +75,7 @@ def test_every_op_of_a_step_is_seen_in_its_part():
     assert calls["indexer", "index_score"] == len(ARCH.indexer.full_layers)
     assert calls["moe", "experts"] == 5
     assert calls["dense", "linear"] == 2
-    assert calls["head", "linear"] == 1
+    assert calls["head", "router"] == 1
     assert calls[REST, "sample"] == 1
     assert all(op.us is not None and op.us >= 0 for op in row.ops)
 
@@ -152,7 +152,7 @@ def test_a_stage_of_a_pipeline():
     """The first sees no logits, the last no token ids; each has its half of the layers."""
     first, last = (rows(plan(ranks=replace(EIGHT, pp=2, rank=rank)))[0] for rank in (0, 8))
     assert (first.num_layers, last.num_layers) == (3, 3)
-    assert ("head", "linear") not in {(op.part, op.op) for op in first.ops}
+    assert ("head", "router") not in {(op.part, op.op) for op in first.ops}
     assert ("dense", "linear") not in {(op.part, op.op) for op in last.ops}
     assert "receive" not in first.link_bytes
     assert last.link_bytes["receive"] == 2 * ARCH.hidden * 4

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from tetrad.core.arch import ModelArch
 from tetrad.layers.embedding import Embedding
-from tetrad.layers.linear import Linear
 from tetrad.layers.norm import RmsNorm
 from tetrad.layers.source import WeightSource
 
@@ -28,13 +27,15 @@ class OutputHead:
     def __init__(self, arch: ModelArch, source: WeightSource) -> None:
         self.others = source.others
         self.norm = RmsNorm(source.at("model"), "norm", arch.hidden, arch.norm_eps)
-        rows = arch.vocab // self.others.ranks.tp
-        self.linear = Linear(source, "lm_head", rows, arch.hidden)
+        stored = source.stored("lm_head", arch.vocab // self.others.ranks.tp, arch.hidden)
+        # Where the product comes in fp32, no pass over all logits is needed to make it that.
+        self.product = source.ops.router if source.can_join([stored]) else source.ops.linear
+        self.weight = source.prepared([stored], self.product)
 
     def __call__(self, hidden: Tensor, logit_rows: Tensor) -> Tensor:
         """[T, D] to fp32 logits [R, V]."""
         rows = self.others.gather_rows(self.norm(hidden[logit_rows]))
-        return self.others.join_vocab(self.linear(rows)).float()
+        return self.others.join_vocab(self.product(rows, self.weight)).float()
 
 
 class Handover:

@@ -180,4 +180,7 @@ class _Listing:
     def head(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
         """The rank's rows of the output head, for the last row of each sequence."""
         rows = self.load.sequences(ranks) * ranks.attn_dp
-        yield self._linear("head", "output head", rows, arch.vocab // ranks.tp, arch.hidden)
+        yield self._call(
+            "head", ROUTER, "output head",
+            T=rows, out=arch.vocab // ranks.tp, width=arch.hidden, format="bf16",
+        )  # fmt: skip
