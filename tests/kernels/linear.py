@@ -11,6 +11,7 @@ from tetrad.formats.weights import DenseWeight, Nvfp4Weight, Weight
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw
 from tetrad.kernels.linear.packed import PackedLinear, pack
+from tetrad.kernels.linear.triton_dense import DenseLinear
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,29 @@ def draw_linear(
     weight = draw.weight(format_name, out, width)
     assert not isinstance(weight, DenseWeight)
     return Drawn(draw.normal(num_tokens, width), weight, pack(weight))
+
+
+@dataclass(frozen=True)
+class DrawnDense:
+    """One call over a dense weight."""
+
+    x: Tensor
+    weight: DenseLinear
+
+    def expected(self, x: Tensor | None = None) -> Tensor:
+        """[T, out] float64."""
+        return (self.x if x is None else x).double() @ self.weight.weight.double().T
+
+
+def draw_dense(
+    device: torch.device, out: int, width: int, num_tokens: int, seed: int = 0
+) -> DrawnDense:
+    """As `draw_linear`, dense."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    draw = Draw.of(Case(f"seed {seed}", {}, device.type == "cuda"), dtype, device)
+    weight = draw.weight("bf16", out, width)
+    assert isinstance(weight, DenseWeight)
+    return DrawnDense(draw.normal(num_tokens, width), DenseLinear.of(weight.data))
 
 
 def relative_error(ours: Tensor, truth: Tensor) -> float:

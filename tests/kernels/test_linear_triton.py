@@ -190,13 +190,6 @@ def test_packed_weights_take_the_bytes_of_the_checkpoint(format_name: str):
     assert prepared.nbytes - drawn.weight.nbytes <= 4 * 1024 + 4 * 32
 
 
-def test_dense_weights_stay_with_torch():
-    weight = DenseWeight(torch.ones(4, 4))
-    prepared = linear_triton.prepare(weight, torch.bfloat16)
-    assert isinstance(prepared, DenseWeight)
-    assert prepared.data.dtype == torch.bfloat16
-
-
 def test_other_activations_stay_with_torch_and_that_is_told(caplog: pytest.LogCaptureFixture):
     linear_triton._tell_once.cache_clear()
     weight = draw_linear(CPU, "nvfp4", 48, 64, 1).weight

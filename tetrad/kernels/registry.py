@@ -72,6 +72,7 @@ from tetrad.kernels.router import check as router_check
 from tetrad.kernels.router import contract as router
 from tetrad.kernels.router import cublas as router_cublas
 from tetrad.kernels.router import reference as router_torch
+from tetrad.kernels.router import triton as router_triton
 from tetrad.kernels.sample import check as sample_check
 from tetrad.kernels.sample import contract as sample
 from tetrad.kernels.sample import reference as sample_torch
@@ -99,7 +100,7 @@ OPS: Mapping[str, Op] = {
         _op(rope, rope_check, rope_triton, rope_torch),
         _op(linear, linear_check, linear_triton, linear_torch),
         _op(activation, activation_check, activation_triton, activation_torch),
-        _op(router, router_check, router_cublas, router_torch),
+        _op(router, router_check, router_triton, router_cublas, router_torch),
         _op(route, route_check, route_triton, route_torch),
         _op(route_activate, route_activate_check, route_activate_triton, route_activate_torch),
         _op(sort_tokens, sort_tokens_check, sort_tokens_triton, sort_tokens_torch),

@@ -18,11 +18,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
 __all__ = [
     "MIN_CAPABILITY",
+    "TensorDescriptor",
     "cdiv",
     "constexpr",
     "jit",

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from tetrad.formats.weights import Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight
 from tetrad.kernels.experts import packing, packing_fp8, triton_packing
-
-MOST_SPLIT_TILES = 1024
-"""Tiles of results, weights times tokens, that may be split; steps with more fill any GPU whole."""
+from tetrad.kernels.linear.triton_splits import MOST_SPLIT_TILES
 
 Quantised = Nvfp4Weight | Fp8BlockWeight | Fp8TensorWeight
 

@@ -1,4 +1,4 @@
-"""The linear layer over NVFP4 and FP8 weights, with bf16 activations.
+"""The linear layer over NVFP4, FP8 and bf16 weights, with bf16 activations.
 
 One program multiplies one packed weight tile (128 matrix rows) with one tile of token rows, over a
 part of the columns. The weights are the left operand: they are decoded into the registers from
@@ -9,7 +9,7 @@ A step of few tokens is bound by the weights' bytes, and a matrix has few tiles:
 and whoever of a tile comes last adds them up in the order of the columns. Who that is varies, what
 comes out does not.
 
-Dense weights are torch's business, which is cuBLAS's.
+Dense weights have a kernel of their own, in `triton_dense.py`.
 """
 
 from __future__ import annotations
@@ -26,47 +26,16 @@ from tetrad.kernels.experts.decode import HAS_BF16_MUL, decode_fp8_ptx, decode_p
 from tetrad.kernels.experts.grouping import cores_of
 from tetrad.kernels.experts.tiles import Capability
 from tetrad.kernels.experts.triton_sums import fp8_sums, nvfp4_sums
-from tetrad.kernels.linear import reference
+from tetrad.kernels.linear import reference, triton_dense
 from tetrad.kernels.linear.packed import PackedLinear, pack
 from tetrad.kernels.linear.tiles import LinearTile, fitted, splits_for, tile_for
+from tetrad.kernels.linear.triton_dense import DenseLinear
+from tetrad.kernels.linear.triton_splits import place_of, store_product
 from tetrad.kernels.triton_support import cdiv, is_interpreted, jit, tl, why_not
 
 _log = logging.getLogger(__name__)
 
-Prepared = PackedLinear | Weight
-
-
-@jit()
-def _place_of(item, token_tiles, TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Token tile and weight tile of a program; GROUP token tiles share the weights they read."""
-    group = item // (GROUP * TILES)
-    size = tl.minimum(token_tiles - group * GROUP, GROUP)
-    inside = item - group * (GROUP * TILES)
-    return group * GROUP + inside % size, inside // size
-
-
-@jit()
-def _sum_of_splits(
-    parts, out, factor, row, num_tokens, column,
-    OUT: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Write a tile of `out`: its parts, always added in the same order.
-
-    A few rows at a time, so that the parts of all splits can be on their way at once.
-    """
-    ROWS: tl.constexpr = 16 if SPLITS > 4 or BM < 32 else 32
-    feature = column * 128 + tl.arange(0, 128)
-    stride = num_tokens.to(tl.int64) * OUT
-    for first in tl.range(0, BM, ROWS):
-        token = row + first + tl.arange(0, ROWS)
-        at = token.to(tl.int64)[:, None] * OUT + feature[None, :]
-        mask = (token < num_tokens)[:, None] & (feature < OUT)[None, :]
-        y = tl.zeros((ROWS, 128), tl.float32)
-        for split in tl.static_range(SPLITS):
-            # past the L1 cache: other multiprocessors wrote this
-            part_at = parts + split * stride + at
-            y += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.store(out + at, (y * factor).to(out.dtype.element_ty), mask=mask)
+Prepared = PackedLinear | DenseLinear | Weight
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -84,7 +53,7 @@ def split_product(
     TILES: tl.constexpr = (OUT + 127) // 128
     item = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    tile, column = _place_of(item, (num_tokens + BM - 1) // BM, TILES, GROUP)
+    tile, column = place_of(item, (num_tokens + BM - 1) // BM, TILES, GROUP)
     row = tile * BM + tl.arange(0, BM)
     first_k = split * (STEPS * BK) + tl.arange(0, BK)
     factor = tl.load(global_scale)
@@ -104,27 +73,19 @@ def split_product(
         acc = nvfp4_sums(
             word_at, scale_at, x_at, first_k[:, None], IN, BM, BK, STEPS, STAGES, PTX,
         )  # fmt: skip
-    y = acc.trans()
-    feature = column * 128 + tl.arange(0, 128)
-    at = row.to(tl.int64)[:, None] * OUT + feature[None, :]
-    mask = (row < num_tokens)[:, None] & (feature < OUT)[None, :]
-    if SPLITS == 1:
-        tl.store(out + at, (y * factor).to(out.dtype.element_ty), mask=mask)
-    else:
-        stride = num_tokens.to(tl.int64) * OUT
-        tl.store(parts + split * stride + at, y, mask=mask)
-        # every thread's part before the one thread that counts
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + item, 1, sem="acq_rel", scope="gpu")
-        if before == SPLITS - 1:
-            _sum_of_splits(parts, out, factor, tile * BM, num_tokens, column, OUT, BM, SPLITS)
-            tl.store(arrived + item, 0)
+    store_product(
+        acc.trans(), factor, parts, arrived, out, item, split, tile * BM, num_tokens, column * 128,
+        OUT, BM, 128, SPLITS,
+    )  # fmt: skip
 
 
 def prepare(weight: Weight, dtype: torch.dtype) -> Prepared:
-    """Pack a quantised weight; dense ones, and other activations, stay with plain torch."""
+    """Pack a quantised weight, leave a dense one as it is; other activations than bf16 stay with
+    plain torch."""
     if isinstance(weight, DenseWeight):
-        return reference.prepare(weight, dtype)
+        if dtype != torch.bfloat16:
+            return reference.prepare(weight, dtype)
+        return DenseLinear.of(weight.dequantize(dtype))
     if dtype != torch.bfloat16:
         _tell_once(f"activations are {str(dtype).removeprefix('torch.')} and not bfloat16")
         return reference.prepare(weight, dtype)
@@ -171,7 +132,9 @@ def product(
 
 
 def run(x: Tensor, weight: Prepared) -> Tensor:
-    """One launch, for which the host waits never; dense weights go to cuBLAS."""
+    """One launch, for which the host waits never; large steps over dense weights go to cuBLAS."""
+    if isinstance(weight, DenseLinear):
+        return triton_dense.run(x, weight, x.dtype)
     if not isinstance(weight, PackedLinear):
         return reference.run(x, weight)
     capability = torch.cuda.get_device_capability(x.device)
