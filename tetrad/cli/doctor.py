@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tetrad.cli.flags import verb
 from tetrad.cli.machine import Machine, look
+from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import DoctorConfig
 
 if TYPE_CHECKING:
@@ -86,15 +88,16 @@ def _examine_backends(found: Diagnosis) -> None:
     from tetrad.kernels.device import snapshot
     from tetrad.kernels.registry import OPS
     from tetrad.kernels.select import choose
-    from tetrad.kernels.trial import Request, crashes
+    from tetrad.kernels.trial import Request, try_apart
 
     assert found.device is not None
     assert found.dtype is not None
     place, dtype = torch.device(found.device), getattr(torch, found.dtype)
     here = snapshot(place)
-    left_out = {}
+    left_out: Mapping[tuple[str, str], str] = {}
     if place.type == "cuda":
-        left_out = crashes(Request(found.device, dtype, scope="all"), lambda _sentence: None)
+        request = Request(found.device, dtype, scope="all")
+        left_out = try_apart(request, Narrator().stage).left_out
     tried: dict[tuple[str, str], tuple[str | None, float]] = {}
 
     def refusal(op: Op, backend: Backend) -> str | None:

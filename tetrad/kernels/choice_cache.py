@@ -30,7 +30,9 @@ class Remembered(BaseModel):
     about: dict[str, Any]
     """What the key was made of, for a reader."""
     times_us: dict[str, dict[int, PositiveFloat]]
-    """Backend → tokens of the step → microseconds."""
+    """Backend → tokens of the step → microseconds; as many sizes as were timed."""
+    failures: dict[str, str] = {}
+    """Backend → how it failed at the model's shapes."""
 
 
 class Trial(BaseModel):
@@ -41,6 +43,8 @@ class Trial(BaseModel):
     about: dict[str, Any]
     crashes: dict[Annotated[str, Field(pattern="^[^/]+/[^/]+$")], str]
     """"op/backend" → what happened; empty when all went well."""
+    is_complete: bool
+    """Was everything tried? Not where the time for compiling and timing did not suffice."""
 
 
 class _File(BaseModel):
@@ -80,26 +84,35 @@ class ChoiceCache:
         self._tell = tell
         self._file: _File | None = None
 
-    def get(self, about: Mapping[str, Any]) -> dict[str, dict[int, float]] | None:
-        """Backend → tokens → microseconds, or None when nobody measured this yet."""
-        found = self._known().entries.get(key_of(about))
-        return None if found is None else found.times_us
+    def get(self, about: Mapping[str, Any]) -> Remembered | None:
+        """What was measured, or None when nobody measured this yet."""
+        return self._known().entries.get(key_of(about))
 
-    def put(self, about: Mapping[str, Any], times_us: dict[str, dict[int, float]]) -> None:
+    def put(
+        self,
+        about: Mapping[str, Any],
+        times_us: dict[str, dict[int, float]],
+        failures: dict[str, str],
+    ) -> None:
         """Add one op's times to what the file holds by now."""
         file = self._read()
-        file.entries[key_of(about)] = Remembered(about=dict(about), times_us=times_us)
+        file.entries[key_of(about)] = Remembered(
+            about=dict(about), times_us=times_us, failures=failures
+        )
         self._write(file)
 
-    def trial(self, about: Mapping[str, Any]) -> dict[str, str] | None:
-        """ "op/backend" → what happened, or None when nobody tried yet."""
-        found = self._known().trials.get(key_of(about))
-        return None if found is None else found.crashes
+    def trial(self, about: Mapping[str, Any]) -> Trial | None:
+        """What became of a trial, or None when nobody tried yet."""
+        return self._known().trials.get(key_of(about))
 
-    def put_trial(self, about: Mapping[str, Any], crashes: dict[str, str]) -> None:
+    def put_trial(
+        self, about: Mapping[str, Any], crashes: dict[str, str], *, is_complete: bool
+    ) -> None:
         """Add a trial's outcome to what the file holds by now."""
         file = self._read()
-        file.trials[key_of(about)] = Trial(about=dict(about), crashes=crashes)
+        file.trials[key_of(about)] = Trial(
+            about=dict(about), crashes=crashes, is_complete=is_complete
+        )
         self._write(file)
 
     def _known(self) -> _File:

@@ -19,10 +19,11 @@ from tetrad.core.errors import UnsupportedError, nearest
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
-from tetrad.kernels.choice import Attempt, Contest, Outcome, Regime, Times, by_rows
+from tetrad.kernels.choice import BUDGET_S, Attempt, Contest, Outcome
+from tetrad.kernels.contenders import Regime, Times, by_rows
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.trial import Pair, Request, crashes
+from tetrad.kernels.trial import Pair, Request, try_apart
 
 FLAG_OPS: Mapping[str, str] = {"moe_runner_backend": "experts", "attention_backend": "mla"}
 """Field of `ServeConfig` that forces a backend → the op it forces."""
@@ -96,8 +97,13 @@ def resolve_ops(
     for name in request.forced:
         if name not in OPS:
             raise UnsupportedError(f"There is no op {name!r}.{nearest(name, OPS)}")
-    left_out = crashes(request, tell) if torch.device(device).type == "cuda" else {}
-    return resolve_here(request, left_out, tell)
+        _check_name(OPS[name], request.forced[name])
+    if torch.device(device).type == "cpu":
+        return resolve_here(request, {}, tell)
+    outcome = try_apart(request, tell)
+    tell("checking kernels in this process")
+    spent_s = BUDGET_S if outcome.is_fresh else 0.0
+    return resolve_here(request, outcome.left_out, tell, spent_s=spent_s)
 
 
 def resolve_here(
@@ -105,22 +111,28 @@ def resolve_here(
     left_out: Mapping[Pair, str],
     tell: Callable[[str], None],
     attempt: Attempt = lambda _op, _backend: None,
+    verdicts: Mapping[Pair, str | None] | None = None,
+    spent_s: float = 0.0,
 ) -> OpSet:
     """`resolve_ops` in this very process. `left_out`: (op, backend) → why it is not to be called;
-    `attempt` hears the name of each before it is."""
+    `attempt` hears the name of each before it is. `verdicts`: what canaries found before, which are
+    not repeated; `spent_s`: what the contest has used of its budget."""
     place, dtype, forced = torch.device(request.device), request.dtype, request.forced
     here = snapshot(place)
 
     def refusal(op: Op, backend: Backend) -> str | None:
-        sentence = backend.why_not(here) or left_out.get((op.contract.name, backend.name))
+        pair = (op.contract.name, backend.name)
+        sentence = backend.why_not(here) or left_out.get(pair)
         if sentence is not None:
             return sentence
+        if verdicts is not None and pair in verdicts:
+            return verdicts[pair]
         attempt(op.contract.name, backend.name)
         return canary(op, backend, dtype, place)
 
     contest = None
     if request.arch is not None and here.kind == "cuda":
-        contest = Contest(request.arch, dtype, place, here, tell, attempt)
+        contest = Contest(request.arch, dtype, place, here, tell, attempt, spent_s=spent_s)
     choices = tuple(
         replace(
             choose(OPS[name], forced.get(name, "auto"), here, refusal, contest),
@@ -150,12 +162,7 @@ def choose(
     """The backend named `wanted`; for "auto" the first that `refusal` lets pass, or of all these
     the one that wins `contest`, but none that rounds on the way."""
     name = op.contract.name
-    if wanted != "auto" and wanted not in op.backends:
-        raise UnsupportedError(
-            f"{_asked(name, wanted)}{name} has no backend {wanted!r}; it has "
-            f"{_listed(op.backends)}, or 'auto' to let Tetrad choose."
-            f"{nearest(wanted, op.backends)}"
-        )
+    _check_name(op, wanted)
     refusals: dict[str, str] = {}
     survivors: list[Backend] = []
     for backend in op.backends.values() if wanted == "auto" else (op.backends[wanted],):
@@ -188,6 +195,16 @@ def choose(
         f"{_asked(name, wanted)}this backend of {name} cannot run on {here.name}: "
         f"{told.rstrip('.')}.{cure}"
     )
+
+
+def _check_name(op: Op, wanted: str) -> None:
+    if wanted != "auto" and wanted not in op.backends:
+        name = op.contract.name
+        raise UnsupportedError(
+            f"{_asked(name, wanted)}{name} has no backend {wanted!r}; it has "
+            f"{_listed(op.backends)}, or 'auto' to let Tetrad choose."
+            f"{nearest(wanted, op.backends)}"
+        )
 
 
 def _asked(name: str, wanted: str) -> str:
