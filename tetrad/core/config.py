@@ -77,12 +77,16 @@ class ServeConfig(Config):
         aliases=("--model-path",),
         group="Model",
     )
-    load_format: Literal["auto", "dummy"] = option(
+    load_format: Literal["auto", "dummy", "null"] = option(
         "auto",
         "Where weights come from: auto reads the folder's safetensors; dummy draws them, NVFP4 "
         "experts and all else not quantised, so that MODEL may also be a preset such as glm-5 or a "
-        "config.json, and the embedded model's tokenizer stands in where there is none.",
+        "config.json, and the embedded model's tokenizer stands in where there is none; null has "
+        "no weights: scripted tokens at a set pace, to measure what serving itself costs.",
         group="Model",
+    )
+    null_step_ms: float = option(
+        20.0, "Milliseconds that a step of --load-format null takes.", group="Model", ge=0.0
     )
     num_layers: int | None = option(
         None,

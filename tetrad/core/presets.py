@@ -70,5 +70,5 @@ def shapes_of(model: str) -> ModelArch:
 
 
 def served_shapes(model: Path, load_format: str) -> ModelArch:
-    """The shapes of what is served: only drawn weights do without a folder of stored ones."""
-    return shapes_of(str(model)) if load_format == "dummy" else ModelArch.from_folder(model)
+    """The shapes of what is served: where no weights are read, no folder with some is needed."""
+    return shapes_of(str(model)) if load_format != "auto" else ModelArch.from_folder(model)

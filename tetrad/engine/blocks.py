@@ -29,7 +29,8 @@ class PagePool:
         """Take `count` free pages, each with one reference. The caller has made sure they exist."""
         assert 0 <= count <= len(self._free), f"{count} pages asked, {len(self._free)} free"
         split = len(self._free) - count
-        pages, self._free = self._free[split:][::-1], self._free[:split]
+        pages = self._free[split:][::-1]
+        del self._free[split:]
         for page in pages:
             self._references[page] = 1
         return pages

@@ -52,6 +52,9 @@ STOP_GRACE_S = 5.0
 
 Progress = Callable[[EngineProgress], None]
 
+NULL_WORKER = "tetrad.engine.null_worker"
+"""The process of an engine without a model."""
+
 
 class EngineClient:
     """One engine process. Make it with `start`; all methods belong to one event loop."""
@@ -170,8 +173,9 @@ class EngineClient:
             socket.bind(address(self._folder, name))
         # The key would be readable in the process list, and the engine has no use for it.
         text = config.model_dump_json(exclude={"api_key"})
+        module = NULL_WORKER if config.load_format == "null" else self.worker_module
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", self.worker_module),
+            *(sys.executable, "-P", "-m", module),
             *("--config-json", text, "--socket", self._folder),
             env=_environment(),
             stdin=asyncio.subprocess.PIPE,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
+from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError, RequestError, UserError
 from tetrad.core.messages import (
@@ -36,8 +37,6 @@ from tetrad.engine.engine import Engine
 from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode
 
 BEAT_INTERVAL_S = 0.5
-COLLECT_AFTER_OBJECTS = 100_000
-"""More than the steps in flight hold of 2048 requests."""
 LAST_WORDS_MS = 2000
 """How long the process waits for its last message to leave."""
 
@@ -64,7 +63,7 @@ class EngineLoop:
         beat.start()
         try:
             self._engine = load(config, self._send)
-            _calm_garbage_collector()
+            calm_collector()
             self._send(EngineReady(self._engine.info))
             self._serve(self._engine)
         except UserError as error:
@@ -145,15 +144,6 @@ class EngineLoop:
 
     def _send(self, message: Message) -> None:
         self._outbox.send_multipart(encode(message))
-
-
-def _calm_garbage_collector() -> None:
-    """A step makes and drops some thousand small objects, in no cycles. As it comes, the collector
-    would walk through all of them, and the model's, several times a step: a third of the host's
-    time at 2048 requests."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER_OBJECTS, 20, 100)
 
 
 def _answer(engine: Engine, call: Call) -> Reply:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
-from tetrad.server.encoding import event
+from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, chat_logprobs
 from tetrad.server.model import ServedModel
 from tetrad.server.protocol import ChatBody
@@ -110,13 +110,26 @@ class _Answer:
         """Chunks, as events."""
         has_begun = [False] * len(self._choices)
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+
+        def chunk(index: int, role: dict[str, Any], delta: Delta) -> dict[str, Any]:
+            return self._head | {"choices": [self._chunk_choice(index, role, delta)]} | tail
+
+        def plain(index: int) -> tuple[TextEvent, TextEvent]:
+            return (
+                TextEvent(lambda text: chunk(index, {}, Delta(content=text))),
+                TextEvent(lambda text: chunk(index, {}, Delta(reasoning=text))),
+            )
+
+        events = [plain(index) for index in range(len(self._choices))]
         async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
             async for index, delta in deltas:
-                if delta.is_visible:
+                if delta.is_plain and has_begun[index]:
+                    content, reasoning = events[index]
+                    yield content(delta.content) if delta.content else reasoning(delta.reasoning)
+                elif delta.is_visible:
                     role = {} if has_begun[index] else {"role": "assistant"}
                     has_begun[index] = True
-                    choice = self._chunk_choice(index, role, delta)
-                    yield event(self._head | {"choices": [choice]} | tail)
+                    yield event(chunk(index, role, delta))
         if self._body.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})
 

@@ -14,12 +14,12 @@ from tetrad.core.request import SamplingParams
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
-from tetrad.server.encoding import event
+from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, completion_logprobs
 from tetrad.server.protocol import CompletionBody
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Session
+from tetrad.server.session import ChoiceFinish, Delta, Session
 from tetrad.server.usage import usage
 
 ROUTE = "/v1/completions"
@@ -89,11 +89,22 @@ class _Answer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Chunks, as events."""
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+
+        def chunk(index: int, delta: Delta) -> dict[str, Any]:
+            choice = self._choice(index, delta.content, delta.entries, delta.finish)
+            return self._head | {"choices": [choice]} | tail
+
+        def plain_event(index: int) -> TextEvent:
+            return TextEvent(lambda text: chunk(index, Delta(content=text)))
+
+        plain = [plain_event(index) for index in range(len(self._choices))]
+        has_logprobs = self._body.logprobs is not None
         async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
             async for index, delta in deltas:
-                if delta.is_visible:
-                    choice = self._choice(index, delta.content, delta.entries, delta.finish)
-                    yield event(self._head | {"choices": [choice]} | tail)
+                if delta.is_plain and not has_logprobs:
+                    yield plain[index](delta.content)
+                elif delta.is_visible:
+                    yield event(chunk(index, delta))
         if self._body.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})
 

@@ -23,6 +23,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UnsupportedError
 from tetrad.core.messages import EngineProgress
@@ -149,6 +150,7 @@ class Launch:
         engine = starting.result()
         try:
             self._service.attach(engine)
+            calm_collector()
             self._console.ready(self._service, url(self._config, self._listener))
             await self._watch(engine, http)
             await self._drain(engine)

@@ -131,7 +131,7 @@ class ServedModel:
 def _text_folder(folder: Path, load_format: str) -> Path:
     """Where tokenizer and template are: a model of drawn weights may lend the embedded one's."""
     has_none = not (folder / "tokenizer.json").is_file()
-    return embedded_model() if load_format == "dummy" and has_none else folder
+    return embedded_model() if load_format != "auto" and has_none else folder
 
 
 def _architectures(folder: Path) -> tuple[str, ...]:

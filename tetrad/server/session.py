@@ -56,6 +56,13 @@ class Delta:
             self.content or self.reasoning or self.tool_calls or self.entries or self.finish
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether content or reasoning, but not both, is all there is to send."""
+        return bool(self.content) != bool(self.reasoning) and not (
+            self.tool_calls or self.entries or self.finish
+        )
+
 
 class AnswerReader:
     """Sorts text into reasoning, content and tool calls; either parser may be absent."""

@@ -1,0 +1,128 @@
+"""An engine without a model: it plans steps, keeps pages and hands out tokens as ever, but a step
+only takes its time and its tokens are scripted.
+
+So what serving costs beside the model can be measured, on any machine: the scheduler, the messages
+between the processes, the text, the HTTP. The token at a place depends on the request's seed and
+the place alone, so that every stream can be checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tetrad import __version__
+from tetrad.core.config import ServeConfig
+from tetrad.core.messages import EngineProgress
+from tetrad.core.presets import served_shapes
+from tetrad.core.request import TokenLogprob
+from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
+from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache
+from tetrad.engine.engine import Engine
+from tetrad.engine.philox import derived_seed
+from tetrad.engine.scheduler import Scheduler
+
+STRIDE = 7919
+"""Between the tokens of two places that follow one another: a prime, so that all come up."""
+ROOM_BYTES = 1 << 50
+"""Pages take no memory: as many as requests can fill."""
+
+
+def scripted_token(seed: int, place: int, vocab: int, avoided: frozenset[int]) -> int:
+    """The token that a request of `seed` gets as its `place`-th, none of `avoided`."""
+    token = (seed + place * STRIDE) % vocab
+    while token in avoided:
+        token = (token + 1) % vocab
+    return token
+
+
+class NullStep:
+    """A step that is done at a set time."""
+
+    def __init__(self, result: StepResult, due_at: float) -> None:
+        self._result = result
+        self.due_at = due_at
+
+    def wait(self) -> StepResult:
+        """Sleeps until then."""
+        left_s = self.due_at - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
+        return self._result
+
+
+class NullRunner:
+    """Steps follow one another, `step_s` each."""
+
+    def __init__(self, vocab: int, eos_ids: tuple[int, ...], step_s: float) -> None:
+        self._vocab = vocab
+        self._eos_ids = frozenset(eos_ids)
+        self._step_s = step_s
+        self._free_at = 0.0
+
+    def launch(self, plan: StepPlan) -> NullStep:
+        """Start a step."""
+        self._free_at = max(self._free_at, time.monotonic()) + self._step_s
+        sampled = tuple(self._token(work) for work in plan.sequences if work.sample)
+        return NullStep(StepResult(sampled), self._free_at)
+
+    def _token(self, work: SequenceWork) -> SampledToken:
+        sample = work.sample
+        assert sample is not None
+        token = scripted_token(sample.seed, sample.num_generated, self._vocab, self._eos_ids)
+        wanted = sample.params.num_logprobs is not None
+        return SampledToken(
+            work.rid, token, is_finite=True, logprob=TokenLogprob(token, 0.0) if wanted else None
+        )
+
+
+def load_null(config: ServeConfig, _on_progress: Callable[[EngineProgress], None]) -> Engine:
+    """The engine of `--load-format null`. Raises ConfigError as any other."""
+    assert config.model is not None
+    arch = served_shapes(config.model, config.load_format)
+    use = MemoryUse(
+        device_kind="cpu", total_bytes=ROOM_BYTES, used_bytes=0, free_bytes=ROOM_BYTES, page_bytes=1
+    )
+    layout = plan_cache(config, arch, use)
+    scheduler = Scheduler(
+        layout.limits,
+        use_prefix_cache=not config.disable_radix_cache,
+        draw_seed=lambda n: derived_seed(config.random_seed, n),
+    )
+    return Engine(
+        scheduler,
+        NullRunner(arch.vocab, arch.eos_ids, config.null_step_ms / 1e3),
+        _info(config, layout),
+        overlap=not config.disable_overlap_schedule,
+        continuous_steps=config.num_continuous_decode_steps,
+        stream_interval=config.stream_interval,
+    )
+
+
+def _info(config: ServeConfig, layout: CacheLayout) -> dict[str, Any]:
+    """What the server shows of any engine."""
+    limits = layout.limits
+    return {
+        "version": __version__,
+        "model_path": str(config.model),
+        "context_length": min(limits.context_tokens, limits.cache_tokens),
+        "max_total_tokens": limits.cache_tokens,
+        "max_running_requests": limits.max_running_requests,
+        "chunked_prefill_size": limits.step_tokens,
+        "page_size": PAGE_TOKENS,
+        "cache_limited_by": layout.limited_by,
+        "cache_sentence": f"{limits.cache_tokens} tokens that nobody stores",
+        "memory_statement": [f"no model: a step takes {config.null_step_ms:g} ms, whatever is in"],
+        "mem_fraction_static": layout.fraction,
+        "memory": {"weight_bytes": 0, "cache_bytes": 0, "free_bytes": 0},
+        "weights": {},
+        "backends": [],
+        "device": {"name": "no device", "kind": "null", "memory_bytes": 0},
+        "dtype": "none",
+        "graph_sizes": None,
+        "graph_bytes": 0,
+        "load_format": config.load_format,
+        "random_seed": config.random_seed,
+        "disable_radix_cache": config.disable_radix_cache,
+    }
