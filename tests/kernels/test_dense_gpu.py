@@ -26,9 +26,13 @@ BY_THREADS = DenseTile(64, 16, 64, stages=3, is_bulk=False)
 """Small enough for every GPU."""
 
 
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER
+
+
 def tiles() -> list[DenseTile]:
     """What this GPU can run, with both kinds of copies on Hopper."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER:
+    if is_hopper():
         table = [tile for _, tile in HOPPER_TILES]
         return [replace(tile, is_bulk=is_bulk) for tile in table for is_bulk in (True, False)]
     return [BY_THREADS]
@@ -98,6 +102,32 @@ def test_a_row_does_not_depend_on_its_neighbours(tile: DenseTile):
     kept = [row for row in range(tile.rows) if row not in bad]
     assert torch.equal(after[kept], together[kept])
     assert not after[bad].isfinite().any()
+
+
+@pytest.mark.skipif(not is_hopper(), reason="kernels overlap from Hopper on")
+def test_kernels_that_overlap_read_what_the_one_before_wrote():
+    """Each multiplies the last one's result, in memory that the allocator hands on."""
+    up, down = draw_dense(GPU, 6144, 2048, 16), draw_dense(GPU, 2048, 6144, 16, seed=1)
+    bulk = DenseTile(64, 16, 128, stages=5)
+
+    def chained(tile: DenseTile) -> Tensor:
+        x = up.x
+        for _ in range(6):
+            x = triton_dense.product(x, up.weight, tile, 2, torch.bfloat16)
+            x = triton_dense.product(x, down.weight, tile, 6, torch.bfloat16)
+        return x
+
+    expected = chained(bulk)
+    ahead = replace(bulk, ahead=512)
+    graph = torch.cuda.CUDAGraph()
+    chained(ahead)
+    with torch.cuda.graph(graph):
+        y = chained(ahead)
+    for _ in range(100):
+        assert torch.equal(chained(ahead), expected)
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
 
 
 def test_rows_that_do_not_follow_one_another():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -131,6 +132,23 @@ def test_the_order_of_a_sum_hangs_on_no_atomic(tmp_path: Path, monkeypatch: pyte
     assert "bar.sync" in before[before.rindex("st.global") :]
     assert "bar.sync" in after[: after.index("ld.global")]
     assert set(re.findall(r"ld\.global\S*", after)) == {"ld.global.cg.v4.b32"}
+
+
+def test_only_the_cache_is_asked_before_the_kernel_before_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing is read or written before the wait."""
+    ahead = replace(BULK, ahead=256)
+    ptx = compiled(ahead, 2, 90, tmp_path, monkeypatch).ptx
+    early, late = ptx.split("griddepcontrol.wait")
+    assert early.index("griddepcontrol.launch_dependents") < early.index(
+        "cp.async.bulk.prefetch.L2.global"
+    )
+    for access in (r"ld\.global", r"st\.global", r"atom\.", r"cp\.async\.bulk\.tensor"):
+        assert not re.search(access, early)
+        assert re.search(access, late)
+    for tile, width in ((BULK, 1024), (ahead, 1000)):
+        assert "griddepcontrol" not in compiled(tile, 2, 90, tmp_path, monkeypatch, width).ptx
 
 
 def test_a_kernel_compiles_once_for_the_steps_of_a_tile(

@@ -34,6 +34,10 @@ class DenseTile:
     """Whole tiles are copied by the copy engine (TMA); else every thread copies 16 bytes at a time,
     which any size and GPU can have."""
 
+    ahead: int = 0
+    """Columns of its weights that a program asks into the L2 cache while the kernel before it may
+    still run; 0: it starts when that has ended."""
+
     @property
     def shared_bytes(self) -> int:
         """Shared memory that Triton takes at most."""

@@ -18,7 +18,14 @@ from torch.nn import functional
 from tetrad.kernels.experts.grouping import cores_of
 from tetrad.kernels.linear.dense_tiles import DenseTile, splits_for, tile_for
 from tetrad.kernels.linear.triton_splits import MOST_SPLIT_TILES, place_of, store_product
-from tetrad.kernels.triton_support import TensorDescriptor, cdiv, jit, tl
+from tetrad.kernels.triton_support import (
+    TensorDescriptor,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    tl,
+)
 
 BULK_ALIGNMENT = 16
 """Of an address and of a row, in bytes, for the copy engine."""
@@ -93,23 +100,42 @@ def _sums(
     return acc
 
 
+@jit()
+def _ask_for(memory, feature, features, first_k, IN: tl.constexpr, BF: tl.constexpr,
+             PIECES: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """AHEAD columns of a tile of weights into the L2 cache, each row in PIECES."""
+    piece = tl.arange(0, BF * PIECES)
+    f = tl.minimum(feature + piece // PIECES, features - 1)
+    at = memory + f.to(tl.int64) * IN + first_k + piece % PIECES * (AHEAD // PIECES)
+    tl.inline_asm_elementwise(
+        PTX, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
 @jit(do_not_specialize=["num_tokens"])
 def dense_product(
-    x, w, parts, arrived, out, num_tokens, features,
+    x, w, memory, parts, arrived, out, num_tokens, features,
     IN: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_BULK: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PIECES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [T, features] = x [T, IN] times w [features, IN]; `DenseTile` explains the sizes.
 
-    x and w are descriptors with IS_BULK, else pointers. STEPS of the loop for each of SPLITS
-    splits; IS_WHOLE if they cover IN exactly. parts, arrived: see `store_product`.
+    x and w are descriptors with IS_BULK, else pointers; `memory` is where w lies. STEPS of the
+    loop for each of SPLITS splits; IS_WHOLE if they cover IN exactly. parts, arrived: see
+    `store_product`. AHEAD, PIECES, PTX: see `_ask_for`.
     """
     item = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     tiles = (features + BF - 1) // BF
     tile, column = place_of(item, (num_tokens + BM - 1) // BM, tiles, GROUP)
     row, feature, first_k = tile * BM, column * BF, split * (STEPS * BK)
+    if AHEAD > 0:
+        # Whoever comes next may start too; what it reads of ours it waits for.
+        gdc_launch_dependents()
+        # Only into the cache: whatever is still being written is not read before the wait.
+        _ask_for(memory, feature, features, first_k, IN, BF, PIECES, AHEAD, PTX)
+        gdc_wait()
     if IS_BULK:
         acc = _bulk_sums(x, w, row, feature, first_k, BF, BM, BK, STEPS, STAGES)
     else:
@@ -141,9 +167,13 @@ def product(
     y = x.new_empty(num_tokens, features, dtype=dtype)
     parts = x.new_empty(splits if splits > 1 else 0, *y.shape, dtype=torch.float32)
     is_bulk = tile.is_bulk and can_be_bulk(x, w)
+    is_whole = width == steps * splits * tile.columns
+    ahead = min(tile.ahead, steps * tile.columns) if is_bulk and is_whole else 0
+    pieces = max(1, tile.warps * 32 // tile.features)
     dense_product[(items * splits,)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.columns]) if is_bulk else x,
         TensorDescriptor.from_tensor(w, [tile.features, tile.columns]) if is_bulk else w,
+        w,
         parts,
         weight.arrived,
         y,
@@ -155,11 +185,15 @@ def product(
         BK=tile.columns,
         STEPS=steps,
         SPLITS=splits,
-        IS_WHOLE=width == steps * splits * tile.columns,
+        IS_WHOLE=is_whole,
         IS_BULK=is_bulk,
         GROUP=tile.group,
         STAGES=tile.stages,
+        AHEAD=ahead,
+        PIECES=pieces,
+        PTX=f"cp.async.bulk.prefetch.L2.global [$1], {ahead // pieces * 2}; mov.u32 $0, 0;",
         num_warps=tile.warps,
+        launch_pdl=ahead > 0,
     )
     return y
 
