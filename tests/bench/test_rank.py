@@ -71,7 +71,9 @@ def test_every_op_of_a_step_is_seen_in_its_part():
     (row,) = rows(plan())
     calls = {(op.part, op.op): op.calls for op in row.ops}
     assert calls["attention", "mla"] == 6
-    assert calls["attention", "linear"] == 6 * 4
+    assert calls["attention", "linear"] == 6 * 2
+    assert calls["attention", "router"] == calls["attention", "latents"] == 6
+    assert calls["indexer", "linear"] == len(ARCH.indexer.full_layers)
     assert calls["indexer", "index_score"] == len(ARCH.indexer.full_layers)
     assert calls["moe", "experts"] == 5
     assert calls["dense", "linear"] == 2

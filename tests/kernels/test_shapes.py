@@ -53,8 +53,9 @@ def test_ranks_divide_what_they_should():
 
 
 def test_the_routers_product_is_joined_with_the_shared_experts():
-    joined, alone = cases_for("router", GLM, Ranks(tp=8, ep=8), Load(8))
+    joined, alone, front = cases_for("router", GLM, Ranks(tp=8, ep=8), Load(8))
     assert (joined["out"], joined["width"], alone["out"]) == (256 + 2 * 256, 6144, 256)
+    assert front["out"] == 2048 + 576 + 128 + 32
     assert first("router", Ranks(ep=8), Load(8))["out"] == 256 + 2 * 2048
     assert first("route", Ranks(ep=8), Load(8))["held"] == (0, 32)
     assert first("route_activate", Ranks(), Load(8))["F"] == 2048

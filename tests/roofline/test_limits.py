@@ -39,13 +39,13 @@ def test_a_long_context_reads_chosen_keys_and_all_index_keys():
 
 
 def test_bytes_are_those_of_the_weights():
-    """25.74 GB of attention, 5.66 of shared experts, 1.36 dense, 0.24 router, 1.9 / 8 head."""
+    """25.74 GB of attention, 0.15 of the indexer's beside it, 5.66 of shared experts, 1.36 dense, 0.24 router, 1.9 / 8 head."""
     calls = step_calls(GLM, EIGHT, StepLoad(8, 256))
 
     def total_gb(*parts: str, but: tuple[str, ...] = ()) -> float:
         return sum(c.bytes * c.count for c in calls if c.part in parts and c.op not in but) / 1e9
 
-    assert total_gb("attention", but=("mla",)) == pytest.approx(25.74, rel=0.002)
+    assert total_gb("attention", but=("mla",)) == pytest.approx(25.74 + 0.15, rel=0.002)
     assert total_gb("moe", but=("experts",)) == pytest.approx(5.66 + 0.24, rel=0.002)
     assert total_gb("dense") == pytest.approx(1.36, rel=0.002)
     assert total_gb("head") == pytest.approx(1.9 / 8, rel=0.002)
@@ -97,7 +97,9 @@ def test_ranks_share_what_they_share():
         return found
 
     assert read(whole, "attention", "o") == 8 * read(eighth, "attention", "o")
-    assert read(whole, "attention", "q_a") == read(eighth, "attention", "q_a")
+    front = "q_a, kv_a, index keys and weights"
+    assert read(whole, "attention", front) == read(eighth, "attention", front)
+    assert read(whole, "attention", "absorbed keys") == 8 * read(eighth, "attention", "absorbed keys")
     assert read(whole, "attention", "latents") == read(eighth, "attention", "latents")
     own = step_calls(GLM, EIGHT, StepLoad(64, 256))
     assert read(own, "attention", "o") == read(whole, "attention", "o")
@@ -111,6 +113,15 @@ def test_the_longer_of_reading_and_computing_counts():
     assert Rates(43.0, 790.0, 1.0).limit_us(call) == pytest.approx(3.0)
     assert Rates(43.0, 790.0, 1.0).bound(call) == "compute"
     assert H200.link_us(4e6) == pytest.approx(10.0)
+
+
+def test_layers_that_share_a_choice_have_no_indexer_in_their_front():
+    calls = step_calls(ModelArch.from_config(TINY_GLM), Ranks(), StepLoad(1, 5))
+    fronts = {c.what: c for c in calls if (c.part, c.op) == ("attention", "router")}
+    full, shared = fronts["q_a, kv_a, index keys and weights"], fronts["q_a, kv_a"]
+    assert (full.count, shared.count) == (3, 1)
+    index = TINY_GLM["index_head_dim"] + TINY_GLM["index_n_heads"]
+    assert full.bytes - shared.bytes == index * TINY_GLM["hidden_size"] * 2
 
 
 def test_a_model_without_dense_layers_has_none():

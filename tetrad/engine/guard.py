@@ -26,7 +26,7 @@ from tetrad.models.base import Model
 
 _log = logging.getLogger(__name__)
 
-NOT_JUDGED = ("store_latent", "index_score", "index_select", "sort_tokens", "sample")
+NOT_JUDGED = ("index_score", "index_select", "sort_tokens", "sample")
 """Ops that give integers, or whose results rightly hold numbers that are not finite."""
 
 MOST_PASSING = 2

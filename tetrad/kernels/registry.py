@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
+from tetrad.kernels.absorb import check as absorb_check
+from tetrad.kernels.absorb import contract as absorb
+from tetrad.kernels.absorb import cublas as absorb_cublas
+from tetrad.kernels.absorb import reference as absorb_torch
+from tetrad.kernels.absorb import triton as absorb_triton
 from tetrad.kernels.activation import check as activation_check
 from tetrad.kernels.activation import contract as activation
 from tetrad.kernels.activation import reference as activation_torch
 from tetrad.kernels.activation import triton as activation_triton
+from tetrad.kernels.add_rms_norm import check as add_rms_norm_check
+from tetrad.kernels.add_rms_norm import contract as add_rms_norm
+from tetrad.kernels.add_rms_norm import reference as add_rms_norm_torch
+from tetrad.kernels.add_rms_norm import triton as add_rms_norm_triton
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.experts import check as experts_check
 from tetrad.kernels.experts import contract as experts
@@ -35,10 +44,10 @@ from tetrad.kernels.index_select import check as index_select_check
 from tetrad.kernels.index_select import contract as index_select
 from tetrad.kernels.index_select import reference as index_select_torch
 from tetrad.kernels.index_select import triton as index_select_triton
-from tetrad.kernels.layer_norm import check as layer_norm_check
-from tetrad.kernels.layer_norm import contract as layer_norm
-from tetrad.kernels.layer_norm import reference as layer_norm_torch
-from tetrad.kernels.layer_norm import triton as layer_norm_triton
+from tetrad.kernels.latents import check as latents_check
+from tetrad.kernels.latents import contract as latents
+from tetrad.kernels.latents import reference as latents_torch
+from tetrad.kernels.latents import triton as latents_triton
 from tetrad.kernels.linear import check as linear_check
 from tetrad.kernels.linear import contract as linear
 from tetrad.kernels.linear import reference as linear_torch
@@ -81,10 +90,6 @@ from tetrad.kernels.sort_tokens import check as sort_tokens_check
 from tetrad.kernels.sort_tokens import contract as sort_tokens
 from tetrad.kernels.sort_tokens import reference as sort_tokens_torch
 from tetrad.kernels.sort_tokens import triton as sort_tokens_triton
-from tetrad.kernels.store_latent import check as store_latent_check
-from tetrad.kernels.store_latent import contract as store_latent
-from tetrad.kernels.store_latent import reference as store_latent_torch
-from tetrad.kernels.store_latent import triton as store_latent_triton
 
 
 def _op(contract: ModuleType, check: ModuleType, *backends: ModuleType) -> Op:
@@ -96,8 +101,10 @@ OPS: Mapping[str, Op] = {
     op.contract.name: op
     for op in (
         _op(rms_norm, rms_norm_check, rms_norm_triton, rms_norm_torch),
-        _op(layer_norm, layer_norm_check, layer_norm_triton, layer_norm_torch),
+        _op(add_rms_norm, add_rms_norm_check, add_rms_norm_triton, add_rms_norm_torch),
+        _op(latents, latents_check, latents_triton, latents_torch),
         _op(rope, rope_check, rope_triton, rope_torch),
+        _op(absorb, absorb_check, absorb_triton, absorb_cublas, absorb_torch),
         _op(linear, linear_check, linear_triton, linear_torch),
         _op(activation, activation_check, activation_triton, activation_torch),
         _op(router, router_check, router_triton, router_cublas, router_torch),
@@ -117,7 +124,6 @@ OPS: Mapping[str, Op] = {
             experts_torch,
         ),
         _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),
-        _op(store_latent, store_latent_check, store_latent_triton, store_latent_torch),
         _op(index_score, index_score_check, index_score_triton, index_score_torch),
         _op(index_select, index_select_check, index_select_triton, index_select_torch),
         _op(mla, mla_check, mla_gluon, mla_triton, mla_torch),

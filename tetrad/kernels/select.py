@@ -52,8 +52,10 @@ class OpSet:
     """The chosen backend of each op; call one as its contract says: `ops.rope(x, cos, ...)`."""
 
     rms_norm: Backend
-    layer_norm: Backend
+    add_rms_norm: Backend
+    latents: Backend
     rope: Backend
+    absorb: Backend
     linear: Backend
     activation: Backend
     router: Backend
@@ -62,7 +64,6 @@ class OpSet:
     sort_tokens: Backend
     experts: Backend
     reduce_experts: Backend
-    store_latent: Backend
     index_score: Backend
     index_select: Backend
     mla: Backend

@@ -19,7 +19,6 @@ from tetrad.kernels.contract import Case, case
 
 Routing = Literal["uniform", "random", "skewed"]
 
-KEY_NORM_EPS = 1e-6
 MOST_SEQUENCES = 256
 """More rows than this are taken for one prompt's, fewer for as many decodes."""
 MOST_SAMPLED = 256
@@ -50,25 +49,37 @@ def cases_for(op: str, arch: ModelArch, ranks: Ranks, load: Load) -> tuple[Case,
 
 
 def _rms_norm(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
-    widths = {
-        "hidden": arch.hidden,
-        "query latent": arch.mla.q_lora_rank,
-        "key latent": arch.mla.kv_lora_rank,
+    return [case(f"hidden {arch.hidden}", T=load.tokens, W=arch.hidden, eps=arch.norm_eps)]
+
+
+def _latents(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    mla, index = arch.mla, arch.indexer
+    values = {
+        "P": 2 * -(-load.tokens // PAGE_TOKENS),
+        "Q": mla.q_lora_rank,
+        "C": mla.kv_lora_rank,
+        "R": mla.rope_dim,
+        "interleaved": index.rope_interleaved,
+        "joined": True,
     }
     return [
-        case(f"{name} {width}", T=load.tokens, W=width, eps=arch.norm_eps)
-        for name, width in widths.items()
+        case(f"{mla.q_lora_rank}, {mla.latent_dim}, {width}", T=load.tokens, I=width, **values)
+        for width in (index.head_dim, 0)
     ]
 
 
-def _layer_norm(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
-    width = arch.indexer.head_dim
-    return [case(f"index key {width}", T=load.tokens, W=width, eps=KEY_NORM_EPS)]
+def _rope(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
+    index, rotated = arch.indexer, arch.mla.rope_dim
+    name = f"index queries, {rotated} of {index.num_heads} times {index.head_dim}"
+    sizes = {"T": load.tokens, "H": index.num_heads, "R": rotated, "W": index.head_dim}
+    return [case(name, interleaved=index.rope_interleaved, **sizes)]
 
 
-def _rope(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
-    heads, width = arch.mla.num_heads // ranks.tp, arch.mla.rope_dim
-    return [case(f"{heads} heads of {width}", T=load.tokens, H=heads, R=width, interleaved=True)]
+def _absorb(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    mla, heads = arch.mla, arch.mla.num_heads // ranks.tp
+    widths = {"N": mla.nope_dim, "C": mla.kv_lora_rank, "R": mla.rope_dim}
+    name = f"{heads} heads, {mla.nope_dim} to {mla.kv_lora_rank}"
+    return [case(name, T=load.tokens, H=heads, **widths)]
 
 
 def _linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
@@ -83,8 +94,6 @@ def _linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
         "dense gate": (arch.dense_intermediate // ranks.tp, hidden, quantised),
         "o": (hidden, heads * mla.v_dim, quantised),
         "q_b": (heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank, ("bf16",)),
-        "q_a": (mla.q_lora_rank, hidden, ("bf16",)),
-        "kv_a": (mla.latent_dim, hidden, ("bf16",)),
     }
     return [
         case(f"{name}, {stored}", T=load.tokens, out=out, width=width, format=stored)
@@ -119,8 +128,15 @@ def _route(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
 
 
 def _router(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    """With the shared expert and alone; and attention's front, with an indexer."""
     experts, shared = arch.moe.num_experts, arch.moe.shared_intermediate // ranks.tp
-    outs = {f"{experts} + 2 * {shared}": experts + 2 * shared, f"{experts}": experts}
+    mla, index = arch.mla, arch.indexer
+    front = (mla.q_lora_rank, mla.latent_dim, index.head_dim, index.num_heads)
+    outs = {
+        f"{experts} + 2 * {shared}": experts + 2 * shared,
+        f"{experts}": experts,
+        " + ".join(map(str, front)): sum(front),
+    }
     return [
         case(name, T=load.tokens, out=out, width=arch.hidden, format="bf16")
         for name, out in outs.items()
@@ -213,13 +229,6 @@ def step_tokens(arch: ModelArch, load: Load) -> int:
     return max(1, load.tokens_per_expert * arch.moe.num_experts // arch.moe.experts_per_token)
 
 
-def _store_latent(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
-    mla = arch.mla
-    num_pages = 2 * -(-load.tokens // PAGE_TOKENS)
-    name = f"{mla.kv_lora_rank} + {mla.rope_dim}"
-    return [case(name, T=load.tokens, P=num_pages, A=mla.kv_lora_rank, B=mla.rope_dim)]
-
-
 def _lens(load: Load) -> tuple[tuple[int, int], ...]:
     """As many decodes, or one prompt."""
     if load.tokens <= MOST_SEQUENCES:
@@ -261,8 +270,10 @@ def _sample(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
 
 _RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
     "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
+    "add_rms_norm": _rms_norm,
+    "latents": _latents,
     "rope": _rope,
+    "absorb": _absorb,
     "linear": _linear,
     "activation": _activation,
     "router": _router,
@@ -271,7 +282,6 @@ _RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
     "sort_tokens": _sort_tokens,
     "experts": _experts,
     "reduce_experts": _reduce_experts,
-    "store_latent": _store_latent,
     "index_score": _index_score,
     "index_select": _index_select,
     "mla": _mla,

@@ -42,5 +42,5 @@ class DecoderLayer:
         attended, selected = self.attention(
             self.attention_norm(hidden), batch, rotation, cache, selected
         )
-        hidden = hidden + self.others.all_reduce(attended)
-        return self.mlp(self.mlp_norm(hidden), hidden, batch.is_padding), selected
+        hidden, normed = self.mlp_norm.of_sum(self.others.all_reduce(attended), hidden)
+        return self.mlp(normed, hidden, batch.is_padding), selected

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tetrad.core.arch import ModelArch
+from tetrad.formats.weights import Weight
 from tetrad.kernels.ragged import Ragged
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.linear import Linear
-from tetrad.layers.norm import LayerNorm
 from tetrad.layers.rope import Rotation
 from tetrad.layers.source import WeightSource
 
@@ -20,39 +20,42 @@ KEY_NORM_EPS = 1e-6
 class Indexer:
     """score[t, s] = sum over heads of w[t, h] * relu(q[t, h] . k[s]); the topk best are read.
 
-    The first R columns of queries and keys carry the position.
+    The first R columns of queries and keys carry the position. Keys are written by attention, along
+    with its own. The published score has a factor (X * I) ** -0.5, which changes no choice.
+
+    `weights`: the matrix of the heads' weights w, where attention's product of x does not hold it.
     """
 
-    def __init__(self, arch: ModelArch, source: WeightSource) -> None:
-        index = arch.indexer
-        self.arch = index
-        self.rope_dim = arch.mla.rope_dim
+    def __init__(self, arch: ModelArch, source: WeightSource, weights: Weight | None) -> None:
+        self.arch = index = arch.indexer
         self.ops = source.ops
         self.queries = Linear(
             source, "wq_b", index.num_heads * index.head_dim, arch.mla.q_lora_rank
         )
-        self.keys = Linear(source, "wk", index.head_dim, arch.hidden)
-        self.key_norm = LayerNorm(source, "k_norm", index.head_dim, KEY_NORM_EPS)
-        self.weights = Linear(source, "weights_proj", index.num_heads, arch.hidden, torch.float32)
-        self.scale = (index.num_heads * index.head_dim) ** -0.5
+        self.weights = None if weights is None else source.prepared([weights], source.ops.router)
 
     def __call__(
-        self, x: Tensor, q_latent: Tensor, batch: ForwardBatch, rotation: Rotation, pool: Tensor
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        q_latent: Tensor,
+        batch: ForwardBatch,
+        rotation: Rotation,
+        pool: Tensor,
     ) -> Tensor | None:
-        """Choose keys for x [T, D], whose normed query latents are q_latent [T, Q].
+        """Choose keys for x [T, D], whose normed query latents are q_latent [T, Q] and whose heads'
+        weights are fp32 [T, X], if attention has them.
 
-        Writes the step's index keys to `pool`. Returns int32 [T, topk], or None when no sequence
+        `pool` holds the step's index keys by now. Returns int32 [T, topk], or None when no sequence
         is longer than topk, so that every key is read anyway.
         """
-        keys = self.key_norm(self.keys(x)).unsqueeze(1)
-        turned, rest = self._rotate(keys, rotation)
-        self.ops.store_latent(pool, batch.slots, turned.squeeze(1), rest.squeeze(1))
         if batch.ragged.max_kv_len <= self.arch.topk:
             return None
         queries = self.queries(q_latent).view(-1, self.arch.num_heads, self.arch.head_dim)
-        queries = torch.cat(self._rotate(queries, rotation), dim=-1)
-        # Rounding these weights flips choices near ties, so they and their scale are fp32.
-        weights = self.weights(x.float()) * self.scale
+        queries = self.ops.rope(queries, *rotation, self.arch.rope_interleaved)
+        if weights is None:
+            # In fp32 whatever they are stored in: rounding them flips choices near ties.
+            weights = self.ops.router(x, self.weights)
         selected = [
             self._select(queries[rows], weights[rows], part, pool)
             for rows, part in batch.ragged.parts
@@ -63,8 +66,3 @@ class Indexer:
         scores = self.ops.index_score(queries, weights, pool, ragged)
         selected: Tensor = self.ops.index_select(scores, self.arch.topk, ragged.seen)
         return selected
-
-    def _rotate(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """The rotated first columns of x [T, X, I], and the others as they are."""
-        turned = self.ops.rope(x[..., : self.rope_dim], *rotation, self.arch.rope_interleaved)
-        return turned, x[..., self.rope_dim :]

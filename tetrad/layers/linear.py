@@ -1,10 +1,13 @@
-"""A linear layer without bias."""
+"""Linear layers without bias."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from tetrad.formats.weights import Weight
 from tetrad.layers.source import WeightSource
 
 
@@ -26,3 +29,22 @@ class Linear:
         """[T, in] to [T, out]."""
         y: Tensor = self.op(x, self.weight)
         return y
+
+
+class JoinedLinears:
+    """Several matrices times the same x: where they can be joined one product, whose results stay
+    in fp32; else each by itself, rounded to the type of x."""
+
+    def __init__(self, source: WeightSource, stored: Sequence[Weight]) -> None:
+        is_joined = source.can_join(stored)
+        self.op = source.ops.router if is_joined else source.ops.linear
+        groups = [stored] if is_joined else [[each] for each in stored]
+        self.weights = [source.prepared(group, self.op) for group in groups]
+        self.widths = [each.shape[0] for each in stored]
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """[T, in] to [T, out] of each; of joined ones, slices of wider rows."""
+        products: list[Tensor] = [self.op(x, weight) for weight in self.weights]
+        if len(products) < len(self.widths):
+            return torch.split(products[0], self.widths, dim=-1)
+        return products

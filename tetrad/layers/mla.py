@@ -1,4 +1,8 @@
-"""Multi-head latent attention, absorbed: keys and values are never expanded from their latents."""
+"""Multi-head latent attention, absorbed: keys and values are never expanded from their latents.
+
+All that multiplies x itself is one product where it is stored dense, and one launch makes the
+latents of it and writes the keys; docs/kernels.md counts the launches.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,8 @@ from torch import Tensor
 from tetrad.core.arch import ModelArch
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
-from tetrad.layers.indexer import Indexer
-from tetrad.layers.linear import Linear
-from tetrad.layers.norm import RmsNorm
+from tetrad.layers.indexer import KEY_NORM_EPS, Indexer
+from tetrad.layers.linear import JoinedLinears, Linear
 from tetrad.layers.rope import Rotation
 from tetrad.layers.source import WeightSource
 
@@ -24,21 +27,48 @@ class MlaAttention:
     """
 
     def __init__(self, arch: ModelArch, layer: int, source: WeightSource) -> None:
-        mla, eps = arch.mla, arch.norm_eps
-        self.arch = mla
-        self.layer = layer
-        self.ops = source.ops
+        mla = arch.mla
+        self.arch, self.layer, self.ops = mla, layer, source.ops
+        self.index_interleaved = arch.indexer.rope_interleaved
+        self.indexer: Indexer | None = None
+        self.front = self._front(arch, source)
+        self.norms = self._norms(arch, source)
         query_width = mla.num_heads * (mla.nope_dim + mla.rope_dim)
-        self.q_a = Linear(source, "q_a_proj", mla.q_lora_rank, arch.hidden)
-        self.q_a_norm = RmsNorm(source, "q_a_layernorm", mla.q_lora_rank, eps)
         self.q_b = Linear(source, "q_b_proj", query_width, mla.q_lora_rank)
-        self.kv_a = Linear(source, "kv_a_proj_with_mqa", mla.latent_dim, arch.hidden)
-        self.kv_a_norm = RmsNorm(source, "kv_a_layernorm", mla.kv_lora_rank, eps)
         self.o = Linear(source, "o_proj", arch.hidden, mla.num_heads * mla.v_dim)
         self.w_uk, self.w_uv = self._absorbable(source)
-        self.indexer = (
-            Indexer(arch, source.at("indexer")) if layer in arch.indexer.full_layers else None
-        )
+
+    def _front(self, arch: ModelArch, source: WeightSource) -> JoinedLinears:
+        """Query latent, key and, with an indexer, its key and the weights of its heads: these only
+        if joined, as they may not be rounded."""
+        mla, index = arch.mla, arch.indexer
+        stored = [
+            source.stored("q_a_proj", mla.q_lora_rank, arch.hidden),
+            source.stored("kv_a_proj_with_mqa", mla.latent_dim, arch.hidden),
+        ]
+        if self.layer in index.full_layers:
+            owned = source.at("indexer")
+            stored.append(owned.stored("wk", index.head_dim, arch.hidden))
+            weights = owned.stored("weights_proj", index.num_heads, arch.hidden)
+            is_joined = source.can_join([*stored, weights])
+            self.indexer = Indexer(arch, owned, None if is_joined else weights)
+            stored += [weights] if is_joined else []
+        return JoinedLinears(source, stored)
+
+    def _norms(
+        self, arch: ModelArch, source: WeightSource
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, float]:
+        """Weights and epsilons, as `latents` takes them."""
+        query = source.vector("q_a_layernorm.weight", arch.mla.q_lora_rank)
+        key = source.vector("kv_a_layernorm.weight", arch.mla.kv_lora_rank)
+        weight = bias = None
+        if self.indexer is not None:
+            width = arch.indexer.head_dim
+            weight, bias = (
+                source.vector(f"indexer.k_norm.{name}", width, torch.float32)
+                for name in ("weight", "bias")
+            )
+        return query, key, weight, bias, arch.norm_eps, KEY_NORM_EPS
 
     def _absorbable(self, source: WeightSource) -> tuple[Tensor, Tensor]:
         """W_UK [H, N, C] and W_UV^T [H, C, O] of kv_b_proj, whose rows are [N | O] per head."""
@@ -62,33 +92,26 @@ class MlaAttention:
         `selected` is the choice of the last layer with an indexer (int32 [T, topk], or None for all
         keys); a layer with its own replaces it. Writes the step's keys to `cache`.
         """
-        q_latent = self.q_a_norm(self.q_a(x))
-        if self.indexer is not None:
-            pool = cache.index_keys[self.layer]
-            selected = self.indexer(x, q_latent, batch, rotation, pool)
-        self._store(x, batch, rotation, cache.latent[self.layer])
-        attended = self.ops.mla(
-            self._queries(q_latent, rotation),
-            cache.latent[self.layer],
-            batch.ragged,
-            selected,
-            self.arch.softmax_scale,
-            self.arch.kv_lora_rank,
-        )
-        values = torch.bmm(attended.transpose(0, 1), self.w_uv)
-        return self.o(values.transpose(0, 1).flatten(1)), selected
-
-    def _queries(self, q_latent: Tensor, rotation: Rotation) -> Tensor:
-        """Absorbed and rotated queries [T, H, C + R]."""
-        mla = self.arch
+        mla, pool = self.arch, cache.latent[self.layer]
+        index_pool = cache.index_keys.get(self.layer)
+        query, key, *of_index = self.front(x)
+        q_latent, _, _ = self.ops.latents(
+            query, key, of_index[0] if of_index else None, *self.norms, *rotation,
+            self.index_interleaved, batch.slots, pool, index_pool,
+        )  # fmt: skip
+        if self.indexer is not None and index_pool is not None:
+            weights = of_index[1] if len(of_index) > 1 else None
+            selected = self.indexer(x, weights, q_latent, batch, rotation, index_pool)
         q = self.q_b(q_latent).view(-1, mla.num_heads, mla.nope_dim + mla.rope_dim)
-        absorbed = torch.bmm(q[..., : mla.nope_dim].transpose(0, 1), self.w_uk).transpose(0, 1)
-        turned = self.ops.rope(q[..., mla.nope_dim :], *rotation, True)
-        return torch.cat([absorbed, turned], dim=-1)
+        queries = self.ops.absorb(q, self.w_uk, *rotation)
+        attended = self.ops.mla(
+            queries, pool, batch.ragged, selected, mla.softmax_scale, mla.kv_lora_rank
+        )
+        return self.o(self._values(attended)), selected
 
-    def _store(self, x: Tensor, batch: ForwardBatch, rotation: Rotation, pool: Tensor) -> None:
-        """Write the latents and rotary keys of x."""
-        kv = self.kv_a(x)
-        latent = self.kv_a_norm(kv[:, : self.arch.kv_lora_rank])
-        key = self.ops.rope(kv[:, None, self.arch.kv_lora_rank :], *rotation, True)
-        self.ops.store_latent(pool, batch.slots, latent, key.squeeze(1))
+    def _values(self, attended: Tensor) -> Tensor:
+        """[T, H * O] of attended latents [T, H, C]; each head's product is written to its place."""
+        num_tokens, num_heads, _ = attended.shape
+        values = attended.new_empty(num_tokens, num_heads, self.arch.v_dim)
+        torch.bmm(attended.transpose(0, 1), self.w_uv, out=values.transpose(0, 1))
+        return values.flatten(1)

@@ -14,6 +14,7 @@ from typing import Any
 
 from tetrad.core.arch import ModelArch
 from tetrad.core.ranks import Ranks
+from tetrad.kernels.absorb.contract import CONTRACT as ABSORB
 from tetrad.kernels.contract import Case, Contract, case, num_keys
 from tetrad.kernels.experts.contract import CONTRACT as EXPERTS
 from tetrad.kernels.index_score.contract import CONTRACT as INDEX_SCORE
@@ -69,7 +70,13 @@ class OpCall:
 
 
 _WITHOUT_ROWS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"linear": {"T": 0}, "router": {"T": 0}, "mla": {"H": 0}, "index_score": {"X": 0}}
+    {
+        "linear": {"T": 0},
+        "router": {"T": 0},
+        "absorb": {"T": 0},
+        "mla": {"H": 0},
+        "index_score": {"X": 0},
+    }
 )
 """What leaves of a case its weights or keys alone, so that the contract says what those take."""
 
@@ -93,9 +100,12 @@ def step_calls(arch: ModelArch, ranks: Ranks, load: StepLoad) -> tuple[OpCall, .
     mine = ranks.arch_of(arch)
     listing = _Listing(load)
     num_dense = min(mine.moe.first_dense_layers, mine.num_layers)
+    num_full = len(mine.indexer.full_layers)
     parts: tuple[tuple[int, Callable[..., Iterator[OpCall]]], ...] = (
+        (num_full, listing.full_front),
+        (mine.num_layers - num_full, listing.shared_front),
         (mine.num_layers, listing.attention),
-        (len(mine.indexer.full_layers), listing.indexer),
+        (num_full, listing.indexer),
         (num_dense, listing.dense),
         (mine.num_layers - num_dense, listing.moe),
         (int(ranks.is_last_stage), listing.head),
@@ -122,35 +132,50 @@ class _Listing:
     def _linear(self, part: str, what: str, rows: int, out: int, width: int) -> OpCall:
         return self._call(part, LINEAR, what, T=rows, out=out, width=width, format="bf16")
 
+    def _front(self, what: str, out: int, arch: ModelArch, ranks: Ranks) -> OpCall:
+        rows = self.load.rows(ranks)
+        return self._call(
+            "attention", ROUTER, what, T=rows, out=out, width=arch.hidden, format="bf16"
+        )
+
+    def full_front(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
+        """All that multiplies a layer's input where there is an indexer, choice or not."""
+        mla, index = arch.mla, arch.indexer
+        out = mla.q_lora_rank + mla.latent_dim + index.head_dim + index.num_heads
+        yield self._front("q_a, kv_a, index keys and weights", out, arch, ranks)
+
+    def shared_front(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
+        """The same where there is none."""
+        yield self._front("q_a, kv_a", arch.mla.q_lora_rank + arch.mla.latent_dim, arch, ranks)
+
     def attention(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
-        """Products, keys absorbed on both sides, and the attention itself."""
+        """Products behind the latents, keys absorbed on both sides, and the attention itself."""
         mla, rows, part = arch.mla, self.load.rows(ranks), "attention"
         heads, topk = mla.num_heads, arch.indexer.topk
-        yield self._linear(part, "q_a", rows, mla.q_lora_rank, arch.hidden)
         yield self._linear(
             part, "q_b", rows, heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank
         )
-        yield self._linear(part, "kv_a", rows, mla.latent_dim, arch.hidden)
         yield self._linear(part, "o", rows, arch.hidden, heads * mla.v_dim)
-        for what, width in (("absorbed keys", mla.nope_dim), ("absorbed values", mla.v_dim)):
-            yield self._call(
-                part, LINEAR, what, OTHER,
-                T=rows, out=heads * width, width=mla.kv_lora_rank, format="bf16",
-            )  # fmt: skip
+        yield self._call(
+            part, ABSORB, "absorbed keys",
+            T=rows, H=heads, N=mla.nope_dim, C=mla.kv_lora_rank, R=mla.rope_dim,
+        )  # fmt: skip
+        yield self._call(
+            part, LINEAR, "absorbed values", OTHER,
+            T=rows, out=heads * mla.v_dim, width=mla.kv_lora_rank, format="bf16",
+        )  # fmt: skip
         yield self._call(
             part, MLA, "latents", lens=self.load.lens(ranks), H=heads,
             C=mla.kv_lora_rank, R=mla.rope_dim, topk=topk if self.load.context > topk else 0,
         )  # fmt: skip
 
     def indexer(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
-        """Keys are made in any case, queries and scores only where there is a choice."""
+        """Queries and scores, where there is a choice."""
         index, rows, part = arch.indexer, self.load.rows(ranks), "indexer"
-        yield self._linear(part, "keys", rows, index.head_dim, arch.hidden)
         if self.load.context <= index.topk:
             return
         width = index.num_heads * index.head_dim
         yield self._linear(part, "queries", rows, width, arch.mla.q_lora_rank)
-        yield self._linear(part, "weights", rows, index.num_heads, arch.hidden)
         yield self._call(
             part, INDEX_SCORE, "index keys", lens=self.load.lens(ranks),
             X=index.num_heads, I=index.head_dim,

@@ -9,7 +9,7 @@ CONTRACT = Contract(
     summary="sum over heads of weight * relu(query . key) for each key at or before the query",
     arguments=(
         Argument("queries", "[T, X, I]", "activation", "rotated indexer queries"),
-        Argument("weights", "[T, X]", "float32", "head weights with all constant factors in them"),
+        Argument("weights", "[T, X]", "float32", "head weights; may be a slice of wider rows"),
         Argument(
             "pool", "[P, PAGE_TOKENS, I]", "activation", "index keys; unwritten slots are NaN"
         ),

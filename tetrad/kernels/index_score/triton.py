@@ -58,7 +58,7 @@ def _fill_hidden(
 )
 def score_kernel(
     queries, weights, pool, page_table, sequences, seen, scores,
-    num_rows, num_keys, keys_each, page_stride, scores_stride,
+    num_rows, num_keys, keys_each, page_stride, weights_stride, scores_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, PAGE: tl.constexpr, FILL: tl.constexpr, ROW_IS_SEQUENCE: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -88,7 +88,8 @@ def score_kernel(
         queries + at_head[:, None] * WIDTH + depth[None, :],
         mask=is_column[:, None] & is_deep[None, :], other=0.0,
     ).trans()  # fmt: skip
-    weight = tl.load(weights + at_head, mask=is_column, other=0.0)
+    at_weight = query.to(tl.int64) * weights_stride + head
+    weight = tl.load(weights + at_weight, mask=is_column, other=0.0)
     slot = tl.arange(0, PAGE)
 
     for sequence in range(tl.min(owner), tl.max(owner) + 1):
@@ -159,6 +160,7 @@ def scores(
         num_keys,
         each,
         ragged.page_table.stride(0),
+        weights.stride(0),
         stride,
         HEADS=num_heads,
         WIDTH=width,
@@ -176,13 +178,14 @@ def scores(
 
 
 def run(queries: Tensor, weights: Tensor, pool: Tensor, ragged: Ragged) -> Tensor:
-    """One launch, for which the host waits never; `pool` must be contiguous."""
+    """One launch, for which the host waits never; `pool` must be contiguous, and the columns of
+    `weights` must lie side by side."""
     assert pool.is_contiguous()
     device = queries.device
     num_rows, num_heads, _ = queries.shape
     tile = tile_for(num_heads, queries.dtype, ragged.is_decode)
     each = keys_each(num_rows, ragged.max_kv_len, cores_of(device), tile)
-    return scores(queries.contiguous(), weights.contiguous(), pool, ragged, tile, each)
+    return scores(queries.contiguous(), weights, pool, ragged, tile, each)
 
 
 BACKEND = Backend("triton", run, why_not)

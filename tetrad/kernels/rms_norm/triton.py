@@ -9,6 +9,12 @@ from tetrad.kernels.triton_support import jit, next_power_of_2, row_warps, tl, w
 
 
 @jit()
+def normalised(value, scale, eps, WIDTH: tl.constexpr):
+    """A row, all zeros behind its WIDTH columns, in fp32."""
+    return value * tl.rsqrt(tl.sum(value * value) / WIDTH + eps) * scale
+
+
+@jit()
 def rms_norm_kernel(x, weight, normed, eps, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """`stride` is from row to row of `x`."""
     row = tl.program_id(0).to(tl.int64)
@@ -16,8 +22,7 @@ def rms_norm_kernel(x, weight, normed, eps, stride, WIDTH: tl.constexpr, COLUMNS
     is_inside = column < WIDTH
     value = tl.load(x + row * stride + column, mask=is_inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=is_inside, other=0.0).to(tl.float32)
-    mean_square = tl.sum(value * value) / WIDTH
-    result = value * tl.rsqrt(mean_square + eps) * scale
+    result = normalised(value, scale, eps, WIDTH)
     tl.store(normed + row * WIDTH + column, result.to(normed.dtype.element_ty), mask=is_inside)
 
 

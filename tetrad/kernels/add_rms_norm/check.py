@@ -1,0 +1,36 @@
+"""Inputs of the sum that is normed, and the answer in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tetrad.kernels.backend import Check
+from tetrad.kernels.contract import Case
+from tetrad.kernels.draw import Draw
+from tetrad.kernels.rms_norm import check as rms_norm
+
+
+def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Both slices of wider rows, of different strides; the sum is small, so that eps counts."""
+    draw = Draw.of(case, dtype, device)
+    x = draw.normal(case["T"], case["W"] + 3, std=2e-3)
+    residual = draw.normal(case["T"], case["W"] + 5, std=2e-3)
+    width = case["W"]
+    return {
+        "x": x[:, :width],
+        "residual": residual[:, :width],
+        "weight": draw.normal(width),
+        "eps": case["eps"],
+    }
+
+
+def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Column by column."""
+    total = inputs["x"].cpu().double() + inputs["residual"].cpu().double()
+    return total, *rms_norm.expected(inputs | {"x": total})
+
+
+CHECK = Check(inputs, expected, outputs=tuple)

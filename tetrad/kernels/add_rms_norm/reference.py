@@ -1,0 +1,17 @@
+"""Sum and RMS norm in plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tetrad.kernels.backend import Backend
+from tetrad.kernels.rms_norm.reference import run as rms_norm
+
+
+def run(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One after the other."""
+    total = x + residual
+    return total, rms_norm(total, weight, eps)
+
+
+BACKEND = Backend("torch", run)
