@@ -234,14 +234,14 @@ def test_small_inputs_come_in_several_sets():
 
 def test_what_does_not_fit_the_budget_is_skipped_not_lost(monkeypatch: pytest.MonkeyPatch):
     found = rows(plan("rms_norm", budget_s=1e-9))
-    assert [row.status for row in found] == ["skipped"] * 3
+    assert [row.status for row in found] == ["skipped"]
     assert "--budget-s" in found[0].detail
     assert worst(found) == ""
 
 
 def test_an_op_that_changes_its_argument_is_given_a_fresh_one_each_time():
-    found = rows(plan("store_latent", backends=()))
-    assert [r.status for r in found if r.backend == "torch"] == ["ok"]
+    found = rows(plan("latents", backends=()))
+    assert [r.status for r in found if r.backend == "torch"] == ["ok"] * 2
 
 
 def test_a_record_survives_json():

@@ -91,7 +91,8 @@ def break_op(
     def spoil(result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(map(spoil, result))
-        return torch.full_like(result, torch.nan) if result.is_floating_point() else result
+        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+        return torch.full_like(result, torch.nan) if is_float else result
 
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(len(x))
@@ -108,7 +109,12 @@ def break_op(
 )
 @pytest.mark.parametrize(
     ("op", "place"),
-    [("mla", "layer 0"), ("route_activate", "layer 1"), ("rms_norm", "outside the layers")],
+    [
+        ("mla", "layer 0"),
+        ("latents", "layer 0"),
+        ("route_activate", "layer 1"),
+        ("rms_norm", "outside the layers"),
+    ],
 )
 def test_a_backend_that_gives_nan_for_some_shape_is_replaced(
     folder: Path,
@@ -129,6 +135,26 @@ def test_a_backend_that_gives_nan_for_some_shape_is_replaced(
     assert f"; {successor}, which passes its canary, takes over; these requests" in line
     assert successor != "broken"
     assert engine.stats().nonfinite_total == 0
+
+
+def test_a_backend_that_writes_nan_to_the_cache_is_replaced(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    """Its slots alone are looked at: most of a pool was never written."""
+    expected = told(run(load(folder), requests()))
+    engine = load(folder)
+    switch = guard_of(engine)._switches["latents"]
+    sound = switch.backend
+
+    def spoiling(query: Any, *args: Any) -> Any:
+        latent, pool, index_pool = sound.run(query, *args)
+        if len(query) == 3:
+            pool.view(-1, pool.shape[-1])[args[-3]] = torch.nan
+        return latent, pool, index_pool
+
+    switch.backend = Backend("broken", spoiling)
+    assert told(run(engine, requests())) == expected
+    assert "layer 0, op latents: backend broken made them of finite numbers; torch" in caplog.text
 
 
 def test_only_the_step_that_fails_pays_for_it(folder: Path):

@@ -11,14 +11,15 @@ from tetrad.kernels.contract import Case, case
 
 GLUE_OPS = (
     "rms_norm",
-    "layer_norm",
+    "add_rms_norm",
+    "latents",
     "rope",
     "activation",
     "route",
     "route_activate",
     "sort_tokens",
     "reduce_experts",
-    "store_latent",
+    "absorb",
     "finite_rows",
     "sample",
 )
@@ -54,8 +55,18 @@ def glm_case(name: str, num_tokens: int) -> Case:
     """GLM-5's sizes: hidden 6144, 256 experts of which 8 are chosen, 154880 tokens."""
     values: dict[str, dict[str, Any]] = {
         "rms_norm": {"W": 6144, "eps": 1e-5},
-        "layer_norm": {"W": 128},
-        "rope": {"H": 64, "R": 64, "interleaved": True},
+        "add_rms_norm": {"W": 6144, "eps": 1e-5},
+        "latents": {
+            "P": 80,
+            "Q": 2048,
+            "C": 512,
+            "R": 64,
+            "I": 128,
+            "interleaved": True,
+            "joined": True,
+        },
+        "rope": {"H": 32, "R": 64, "W": 128, "interleaved": True},
+        "absorb": {"H": 64, "N": 192, "C": 512, "R": 64},
         "activation": {"F": 12288},
         "route": {
             "E": 256,
@@ -83,7 +94,6 @@ def glm_case(name: str, num_tokens: int) -> Case:
             "dropped": 0.1,
         },
         "reduce_experts": {"K": 8, "D": 6144, "shared": True, "residual": True, "dropped": 0.1},
-        "store_latent": {"P": 80, "A": 512, "B": 64},
         "finite_rows": {"R": num_tokens, "V": 154880, "spoiled": False},
         "sample": {"R": num_tokens, "V": 154880, "rules": False},
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 from tests.kernels.glue import GLUE_OPS, glm_case, sampling_inputs
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.compare import compare
-from tetrad.kernels.contract import Case
+from tetrad.kernels.contract import Case, case
 from tetrad.kernels.registry import OPS
+from tetrad.kernels.timer import CudaTimer
 
 pytestmark = pytest.mark.gpu
 
@@ -181,14 +183,59 @@ def test_the_host_never_waits(name: str):
         op.backends["triton"].run(**inputs)
 
 
-def test_a_pool_past_two_to_the_31_elements():
-    """Offsets would wrap with 32 bits."""
-    width = 576
-    num_pages = (1 << 31) // (64 * width) + 2
-    pool = torch.zeros(num_pages, 64, width, dtype=torch.bfloat16, device=GPU)
-    slots = torch.tensor([num_pages * 64 - 1, 3], device=GPU)
-    left = torch.randn(2, 512, device=GPU).bfloat16()
-    right = torch.randn(2, 64, device=GPU).bfloat16()
-    OPS["store_latent"].backends["triton"](pool, slots, left, right)
-    assert torch.equal(pool.view(-1, width)[slots], torch.cat([left, right], dim=1))
-    assert int(pool.count_nonzero(dim=(1, 2)).count_nonzero()) == 2
+@pytest.mark.parametrize(("rank", "rotary", "index"), [(512, 64, 0), (16, 8, 128)])
+def test_pools_past_two_to_the_31_elements(rank: int, rotary: int, index: int):
+    """Offsets would wrap with 32 bits, into the pool of latents or into that of index keys."""
+    op = OPS["latents"]
+    num_pages = (1 << 31) // (64 * max(rank + rotary, index)) + 2
+    sizes = {"Q": 64, "C": rank, "R": rotary, "I": index, "interleaved": True, "joined": True}
+    inputs = inputs_of(op, case("far", T=2, P=2, **sizes))
+    near = torch.tensor([127, 3], device=GPU)
+    far = torch.tensor([num_pages * 64 - 1, 3], device=GPU)
+    pools = {
+        name: torch.zeros(num_pages, *inputs[name].shape[1:], dtype=torch.bfloat16, device=GPU)
+        for name in (("pool", "index_pool") if index else ("pool",))
+    }
+    _, *expected = op.backends["torch"].run(**inputs | {"slots": near})
+    _, *found = op.backends["triton"].run(**inputs | {"slots": far} | pools)
+    for ours, reference in list(zip(found, expected, strict=True))[: len(pools)]:
+        rows = ours.flatten(0, 1)[far]
+        assert compare(rows, reference.flatten(0, 1)[near]).passes(4e-3)
+        assert int(ours.count_nonzero(dim=(1, 2)).count_nonzero()) == 2
+
+
+@pytest.mark.parametrize("backend", ["triton", "cublas"])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 512, 8192])
+def test_absorbed_queries_of_every_step_size(num_tokens: int, backend: str):
+    """On dirty memory, always the same bits."""
+    op = OPS["absorb"]
+    inputs = inputs_of(op, glm_case("absorb", num_tokens))
+    reference = outputs_of(op, op.backends["torch"], inputs)
+    first = outputs_of(op, op.backends[backend], inputs)
+    for ours, wanted in zip(first, reference, strict=True):
+        assert compare(ours, wanted).passes(op.contract.tolerance["bfloat16"])
+    for _ in range(100 if num_tokens <= 64 else 5):
+        dirty_memory()
+        assert same_bits(outputs_of(op, op.backends[backend], inputs), first)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 512])
+def test_strided_products_are_one_launch(num_tokens: int):
+    """cuBLAS writes heads side by side: torch makes no copy of what it is given to write to."""
+    attended = torch.randn(num_tokens, 64, 512, device=GPU).bfloat16()
+    w_uv = torch.randn(64, 512, 256, device=GPU).bfloat16()
+    values = attended.new_empty(num_tokens, 64, 256)
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        "values": (
+            lambda: torch.bmm(attended.transpose(0, 1), w_uv, out=values.transpose(0, 1)), 1
+        )
+    }  # fmt: skip
+    inputs = inputs_of(OPS["absorb"], glm_case("absorb", num_tokens))
+    for name, most in (("triton", 1 if num_tokens <= 64 else 2), ("cublas", 2)):
+        calls[name] = partial(OPS["absorb"].backends[name].run, **inputs), most
+    for name, (call, most) in calls.items():
+        found = CudaTimer(GPU).time([call], 0.05)
+        assert found.launches is not None
+        assert found.launches <= most, name
+    wanted = torch.bmm(attended.transpose(0, 1).float(), w_uv.float()).transpose(0, 1)
+    assert compare(values, wanted).passes(4e-3)

@@ -191,11 +191,14 @@ def test_bf16_weights_halve_the_memory(tmp_path: Path):
     layer = half.layers[3]
     assert isinstance(layer.mlp, Moe)
     assert layer.attention.indexer is not None
+    head_weights, key_bias = layer.attention.indexer.weights, layer.attention.norms[3]
+    assert head_weights is not None
+    assert key_bias is not None
     kept = [
         layer.mlp.front.weight.dequantize(torch.float32),
         layer.mlp.front.routing[0],
-        layer.attention.indexer.weights.weight.dequantize(torch.float32),
-        layer.attention.indexer.key_norm.bias,
+        head_weights.dequantize(torch.float32),
+        key_bias,
     ]
     stored = tiny_glm_tensors(TINY_GLM)
     names = ["mlp.gate.weight", "mlp.gate.e_score_correction_bias"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.factories import TINY_GLM
+from tests.models.recorded import Recorder, Stored, seeded, torch_ops
 from tetrad.bench.kernels_breakdown import breakdown
 from tetrad.core.arch import ModelArch
-from tetrad.formats import nvfp4
-from tetrad.formats.weights import DenseWeight, Weight, stack
-from tetrad.kernels.backend import Backend
-from tetrad.kernels.registry import OPS
-from tetrad.kernels.select import OP_NAMES, OpSet, resolve_ops
+from tetrad.formats.weights import Weight
+from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.kernels.timer import CudaTimer
 from tetrad.layers.moe import JoinedFront, Moe, SeparateFront
 from tetrad.layers.source import WeightLedger, WeightSource
@@ -27,29 +23,6 @@ from tetrad.layers.source import WeightLedger, WeightSource
 ARCH = ModelArch.from_config(TINY_GLM)
 LAUNCHES = {"experts": 4}
 """Of a backend on a GPU, where it is not 1: sort, two grouped products, sum."""
-
-
-class Stored:
-    """Random weights, the same for a name each time; those that begin as `quantised` are NVFP4."""
-
-    def __init__(self, *quantised: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.quantised, self.dtype = quantised, dtype
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=seeded(name)) * 0.1
-
-    def linear(self, module: str, shape: tuple[int, int]) -> Weight:
-        matrix = torch.randn(shape, generator=seeded(module)) * shape[1] ** -0.5
-        if module.startswith(self.quantised):
-            return nvfp4.quantize(matrix)
-        return DenseWeight(matrix.to(self.dtype))
-
-    def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
-        return stack([self.linear(module, shape) for module in modules])
-
-
-def seeded(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
 class OnDevice(Stored):
@@ -65,46 +38,10 @@ class OnDevice(Stored):
         return super().linear(module, shape).to("cuda")
 
 
-def torch_ops() -> OpSet:
-    return OpSet(**{name: OPS[name].backends["torch"] for name in OP_NAMES}, choices=())
-
-
 def block(
     stored: Stored, ops: OpSet | None = None, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Moe:
     return Moe(ARCH, WeightSource(stored, ops or torch_ops(), dtype, WeightLedger()), **options)
-
-
-class Recorder(TorchDispatchMode):
-    """Which ops a call makes, and which of torch's functions it calls outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-        self.torch: list[str] = []
-        self.depth = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self.depth:
-            self.torch.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-    def wrapped(self, ops: OpSet) -> OpSet:
-        wrapped: dict[str, Any] = {name: self._wrap(name, ops) for name in OP_NAMES}
-        return replace(ops, **wrapped)
-
-    def _wrap(self, name: str, ops: OpSet) -> Backend:
-        backend: Backend = getattr(ops, name)
-
-        def run(*args: Any) -> Any:
-            self.ops.append(name)
-            self.depth += 1
-            try:
-                return backend.run(*args)
-            finally:
-                self.depth -= 1
-
-        return replace(backend, run=run)
 
 
 def recorded(stored: Stored) -> Recorder:

@@ -39,7 +39,8 @@ def test_a_long_context_reads_chosen_keys_and_all_index_keys():
 
 
 def test_bytes_are_those_of_the_weights():
-    """25.74 GB of attention, 0.15 of the indexer's beside it, 5.66 of shared experts, 1.36 dense, 0.24 router, 1.9 / 8 head."""
+    """25.74 GB of attention, 0.15 of the indexer joined to it, 5.66 of shared experts, 1.36 dense,
+    0.24 router, 1.9 / 8 head."""
     calls = step_calls(GLM, EIGHT, StepLoad(8, 256))
 
     def total_gb(*parts: str, but: tuple[str, ...] = ()) -> float:
@@ -99,7 +100,8 @@ def test_ranks_share_what_they_share():
     assert read(whole, "attention", "o") == 8 * read(eighth, "attention", "o")
     front = "q_a, kv_a, index keys and weights"
     assert read(whole, "attention", front) == read(eighth, "attention", front)
-    assert read(whole, "attention", "absorbed keys") == 8 * read(eighth, "attention", "absorbed keys")
+    for what in ("absorbed keys", "absorbed values"):
+        assert read(whole, "attention", what) == 8 * read(eighth, "attention", what)
     assert read(whole, "attention", "latents") == read(eighth, "attention", "latents")
     own = step_calls(GLM, EIGHT, StepLoad(64, 256))
     assert read(own, "attention", "o") == read(whole, "attention", "o")

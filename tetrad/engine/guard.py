@@ -20,6 +20,7 @@ from torch import Tensor
 from tetrad.core.step import StepPlan
 from tetrad.engine.runner import Runner
 from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.contract import Argument
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.switch import Switch
 from tetrad.models.base import Model
@@ -164,21 +165,20 @@ class _Watch:
         result = faulty.run(*args, **kwargs)
         if self.fault is not None or switch.op in NOT_JUDGED:
             return result
-        # What a step reads of the cache is judged by what it gives: most of a pool is not ours.
-        inputs = args[:1] if switch.op == "mla" else args
-        if self._is_sound(switch, result) or not all(map(self._is_finite, _floats(inputs))):
+        inputs = _inputs(OPS[switch.op], args)
+        if self._is_sound(switch, args, result) or not all(map(self._is_finite, inputs)):
             return result
         successor = None
         for backend in self._others(switch):
             other = backend.run(*args, **kwargs)
-            if self._is_sound(switch, other):
+            if self._is_sound(switch, args, other):
                 switch.backend, successor, result = backend, backend.name, other
                 break
         self.fault = Fault(self.layer, switch.op, faulty.name, successor)
         return result
 
-    def _is_sound(self, switch: Switch, result: Any) -> bool:
-        return all(map(self._is_finite, _floats(OPS[switch.op].check.outputs(result))))
+    def _is_sound(self, switch: Switch, args: tuple[Any, ...], result: Any) -> bool:
+        return all(map(self._is_finite, _results(OPS[switch.op], args, result)))
 
     def _is_finite(self, values: Tensor) -> bool:
         return _is_finite(self.rows.of(values))
@@ -201,6 +201,28 @@ def _listed(rids: Collection[str]) -> str:
     names = sorted(rids)
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     return ", ".join(names[:MOST_LISTED]) + more
+
+
+def _inputs(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """What a step reads of the cache is judged by what it gives: most of a pool is not ours."""
+    pairs = zip(op.contract.arguments, args, strict=False)
+    return _floats([value for argument, value in pairs if not _is_pool(argument)])
+
+
+def _results(op: Op, args: tuple[Any, ...], result: Any) -> list[Tensor]:
+    """Of a pool the slots that were written."""
+    named = dict(zip((argument.name for argument in op.contract.arguments), args, strict=False))
+    pairs = zip(op.contract.results, op.check.outputs(result), strict=True)
+    return _floats(
+        [
+            found.flatten(0, 1)[named["slots"]] if _is_pool(promise) and len(found) else found
+            for promise, found in pairs
+        ]
+    )
+
+
+def _is_pool(argument: Argument) -> bool:
+    return argument.shape.startswith("[P,")
 
 
 def _floats(values: Sequence[Any]) -> list[Tensor]:

@@ -13,13 +13,13 @@ from tetrad.kernels.draw import Draw, rows_of, sequence_slots
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Pages are scattered; every slot no sequence owns is NaN."""
+    """Pages are scattered; every slot no sequence owns is NaN. Weights are slices of wider rows."""
     draw = Draw.of(case, dtype, device)
     ragged = draw.ragged(case["lens"])
     rows = sum(ragged.query_lens)
     return {
         "queries": draw.normal(rows, case["X"], case["I"]),
-        "weights": draw.normal(rows, case["X"], dtype=torch.float32),
+        "weights": draw.normal(rows, case["X"] + 3, dtype=torch.float32)[:, : case["X"]],
         "pool": draw.pool(case["lens"], ragged, case["I"]),
         "ragged": ragged,
     }
