@@ -16,9 +16,8 @@ COLUMNS = 64
 """Of the result, of one program: GLM-5's 64 heads of 512 are 512 programs."""
 DEPTH = 64
 """Of the sum, at one time."""
-STAGES = 4
-MIN_DOT = 16
-"""The smallest edge of a product."""
+FEW_ROWS = 16
+"""Products have no smaller edge; up to here a program takes no more shared memory than that."""
 
 
 @jit()
@@ -46,7 +45,7 @@ def absorb_kernel(
     queries, weight, cos, sin, absorbed, num_rows,
     NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, NUM_PAIRS: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """All rows of one head and COLUMNS columns of its result."""
     TAIL: tl.constexpr = 2 * NUM_PAIRS
@@ -70,7 +69,7 @@ def absorb_kernel(
             matrix + (first + depth)[:, None] * RANK + column[None, :],
             mask=is_deep[:, None] & is_column[None, :], other=0.0,
         )  # fmt: skip
-        total = tl.dot(x, w, total, input_precision=PRECISION)
+        total = tl.dot(x, w, total, input_precision="ieee")
     target = absorbed + head * (RANK + TAIL)
     target_stride = NUM_HEADS * (RANK + TAIL)
     tl.store(
@@ -92,10 +91,11 @@ def run(queries: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     _, width, rank = weight.shape
     absorbed = queries.new_empty(num_rows, num_heads, rank + columns - width)
     num_pairs = cos.shape[1]
+    # GLM-5's 192 are three steps: all on their way at once, or two where they bring 64 rows each.
+    rows, stages = (FEW_ROWS, 4) if num_rows <= FEW_ROWS else (MOST_ROWS, 3)
     absorb_kernel[(num_heads, cdiv(rank, COLUMNS))](
         queries, weight, cos, sin, absorbed, num_rows, num_heads, width, rank, num_pairs,
-        next_power_of_2(num_pairs), MIN_DOT if num_rows <= MIN_DOT else MOST_ROWS, COLUMNS, DEPTH,
-        STAGES, "ieee" if queries.element_size() == 4 else "tf32",
+        next_power_of_2(num_pairs), rows, COLUMNS, DEPTH, stages,
         num_warps=4,
     )  # fmt: skip
     return absorbed

@@ -16,8 +16,8 @@ from tetrad.kernels.rms_norm import check as rms_norm
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Both slices of wider rows, of different strides; the sum is small, so that eps counts."""
     draw = Draw.of(case, dtype, device)
-    x = draw.normal(case["T"], case["W"] + 3, std=2e-3)
-    residual = draw.normal(case["T"], case["W"] + 5, std=2e-3)
+    x = draw.normal(case["T"], case["W"] + 16, std=2e-3)
+    residual = draw.normal(case["T"], case["W"] + 32, std=2e-3)
     width = case["W"]
     return {
         "x": x[:, :width],

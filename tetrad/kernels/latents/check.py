@@ -22,8 +22,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
     tokens, index_width = case["T"], case["I"]
     widths = [case["Q"], case["C"] + case["R"], index_width]
     if case["joined"]:
-        product = draw.normal(tokens, sum(widths) + 5, dtype=torch.float32, std=3e-3)
-        query, key, index_key, _ = torch.split(product, [*widths, 5], dim=-1)
+        product = draw.normal(tokens, sum(widths) + 32, dtype=torch.float32, std=3e-3)
+        query, key, index_key, _ = torch.split(product, [*widths, 32], dim=-1)
     else:
         query, key, index_key = (draw.normal(tokens, width, std=3e-3) for width in widths)
     angles = draw.normal(tokens, case["R"] // 2, dtype=torch.float32, std=3.0)

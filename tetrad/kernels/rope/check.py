@@ -18,7 +18,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
     tokens = case["T"]
     angles = draw.normal(tokens, case["R"] // 2, dtype=torch.float32, std=3.0)
     return {
-        "x": draw.normal(tokens, case["H"], case["W"] + 5)[..., 5:],
+        "x": draw.normal(tokens, case["H"], case["W"] + 16)[..., 16:],
         "cos": angles.cos(),
         "sin": angles.sin(),
         "interleaved": case["interleaved"],
