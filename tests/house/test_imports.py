@@ -120,8 +120,8 @@ def test_no_import_of_tetrad_hides_inside_a_function_outside_cli():
     assert not wrong, "\n".join(wrong)
 
 
-def test_core_needs_only_the_standard_library_and_pydantic():
-    allowed = STANDARD | {"pydantic", "tetrad"}
+def test_core_needs_only_the_standard_library_pydantic_and_msgspec():
+    allowed = STANDARD | {"msgspec", "pydantic", "tetrad"}
     wrong = [
         str(i)
         for path in python_files(PACKAGE / "core")

@@ -1,12 +1,15 @@
 """The step is a value: the scheduler writes a `StepPlan`, the runner answers with a `StepResult`.
 
 Both are plain data, so the scheduler is tested without torch, the runner without a scheduler and
-the cost model without either.
+the cost model without either. What a step has thousands of are structs: a frozen dataclass takes
+four times as long to make.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import msgspec
 
 from tetrad.core.request import SamplingParams, TokenLogprob
 
@@ -18,8 +21,7 @@ PENDING = -1
 not know it yet, the device does."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceWork:
+class SequenceWork(msgspec.Struct, frozen=True):
     """The tokens one sequence computes in this step.
 
     Tokens `start .. start + len(token_ids)` of the sequence are computed; their keys go to the
@@ -42,8 +44,7 @@ class SequenceWork:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleWork:
+class SampleWork(msgspec.Struct, frozen=True):
     """What the sampler needs to know of one sequence."""
 
     params: SamplingParams
@@ -71,8 +72,7 @@ class StepPlan:
         return sum(len(s.token_ids) for s in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """What the step gave one sequence that sampled."""
 
     rid: str

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from tetrad.core import errors
 from tetrad.core.config import ServeConfig
@@ -138,7 +139,7 @@ class EngineClient:
                     is_over = True
                     raise item
                 is_over = item.finish is not None
-                yield replace(item, rid=request.rid)
+                yield structs.replace(item, rid=request.rid)
         finally:
             self._live_rids.remove(request.rid)
             del self._streams[name]

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Finish, Request, RequestOutput
