@@ -27,12 +27,14 @@ class MockServer:
         models: Any = ({"id": "mock"},),
         info_status: int = 404,
         moved_to: str | None = None,
+        metrics: str | None = None,
     ) -> None:
         self.behaviour = behaviour
         self.models_status = list(models_status)
         self.models_listed = models
         self.info_status = info_status
         self.moved_to = moved_to
+        self.metrics_text = metrics
         self.healthy = healthy
         self.flush_path = flush_path
         self.bodies: list[Body] = []
@@ -46,6 +48,8 @@ class MockServer:
         app = web.Application()
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/server_info", self.server_info)
+        if self.metrics_text is not None:
+            app.router.add_get("/metrics", self.metrics)
         if self.flush_path is not None:
             app.router.add_post(self.flush_path, self.flush)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
@@ -67,6 +71,10 @@ class MockServer:
 
     async def server_info(self, request: web.Request) -> web.Response:
         return web.json_response({}, status=self.info_status)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        assert self.metrics_text is not None
+        return web.Response(text=self.metrics_text.replace("BODIES", str(len(self.bodies))))
 
     async def flush(self, request: web.Request) -> web.Response:
         self.flushes += 1

@@ -8,8 +8,10 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.bench.test_block import run
-from tetrad.bench.report_html import page, varied
-from tetrad.bench.report_svg import Axis, Curve, bars, curves
+from tetrad.bench.charts import Axis, Chart, Curve
+from tetrad.bench.report_charts import varied
+from tetrad.bench.report_html import page
+from tetrad.bench.report_svg import drawn
 from tetrad.bench.sweep import alone
 from tetrad.core.records import FailureCount
 from tetrad.core.series_records import Histogram, Timeline
@@ -114,7 +116,7 @@ def test_an_axis_from_zero_ends_at_a_tick(high: float, end: float):
 def test_a_curve_is_broken_where_a_value_is_missing():
     axis = Axis.named("n", list("abcde"))
     values = (1.0, 2.0, None, 3.0, 4.0)
-    svg = curves("t", axis, "y", [Curve("c", list(enumerate(values)))], dots=True)
+    svg = drawn(Chart("t", axis, "y", [Curve("c", list(enumerate(values)))], has_dots=True))
     assert svg.count("<polyline") == 2
     assert svg.count("<circle") == 4
 
@@ -122,13 +124,13 @@ def test_a_curve_is_broken_where_a_value_is_missing():
 def test_a_long_legend_takes_more_rows():
     axis = Axis.named("n", ["1", "2"])
     shown = [Curve("a rather long name " * 2, [(0, 1.0), (1, 2.0)], n) for n in range(5)]
-    few, many = (curves("t", axis, "y", shown[:n], dots=False) for n in (2, 5))
+    few, many = (drawn(Chart("t", axis, "y", shown[:n])) for n in (2, 5))
     heights = [float(re.findall(r'viewBox="0 0 560 (\d+)"', svg)[0]) for svg in (few, many)]
     assert heights[1] > heights[0]
 
 
 def test_plots_of_one_value_and_of_none():
     axis = Axis.named("n", ["1"])
-    assert "<circle" in curves("t", axis, "y", [Curve("a", [(0, 0.0)])], dots=True)
-    assert "<polyline" not in curves("t", axis, "y", [], dots=True)
-    assert "<rect" in bars("t", Axis.of("x", 7.0, 7.0), "y", [5])
+    assert "<circle" in drawn(Chart("t", axis, "y", [Curve("a", [(0, 0.0)])]))
+    assert "<polyline" not in drawn(Chart("t", axis, "y", []))
+    assert "<rect" in drawn(Chart("t", Axis.of("x", 7.0, 7.0), "y", counts=[5]))

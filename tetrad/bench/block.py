@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tetrad.bench import selfcheck, window
+from tetrad.bench import report_telemetry, selfcheck, window
 from tetrad.core.records import BenchRun
 from tetrad.core.spread import Spread
 
@@ -130,6 +130,9 @@ def remarks(run: BenchRun) -> list[str]:
             "(P99), for --max-concurrency; latencies begin when a request is sent."
         )
     lines += window.lines(run.further, run.steady)
+    if run.telemetry is not None:
+        arrived = run.output_tokens + run.output_tokens_of_failures
+        lines += report_telemetry.lines(run.telemetry, arrived)
     lines += [f"note: {note}" for note in run.notes]
     return lines + (selfcheck.lines(run.client) if run.client is not None else [])
 

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tetrad.core.errors import UnsupportedError
+from tetrad.bench.pyplot import require_matplotlib
 from tetrad.core.records import KernelTiming
 
 MARKERS = "osD^vP*X<>ph"
 
 
-def require_matplotlib() -> Any:
-    """matplotlib's pyplot. Raises UnsupportedError where it is not installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise UnsupportedError(
-            '--plot needs matplotlib; `pip install "tetrad[plot]"` installs it.'
-        ) from None
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
 def draw_roofline(rows: Sequence[KernelTiming], path: Path) -> None:
     """Write a picture in the format of the name's ending, without cells that do no arithmetic."""
-    plt = require_matplotlib()
+    plt = require_matplotlib("--plot")
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     ceilings = rows[0].ceilings
     points = [row for row in rows if row.tflops and row.flops]

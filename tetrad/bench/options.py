@@ -10,14 +10,14 @@ from pydantic import field_validator, model_validator
 
 from tetrad.bench.goodput import parse_objectives
 from tetrad.bench.options_server import without_credentials
-from tetrad.bench.options_workload import WorkloadOptions
+from tetrad.bench.options_telemetry import TelemetryOptions
 from tetrad.bench.rates import parse_profile
 from tetrad.core.config import option
 
 SECRET = {"api_key", "authorization", "header"}
 
 
-class BenchServeConfig(WorkloadOptions):
+class BenchServeConfig(TelemetryOptions):
     """A run of the load generator."""
 
     request_rate: float = option(
@@ -111,6 +111,11 @@ class BenchServeConfig(WorkloadOptions):
     html: Path | None = option(
         None,
         "Write a report to this file: figures, plots, failures; it loads nothing from elsewhere.",
+        group="Result",
+    )
+    png: Path | None = option(
+        None,
+        "Write the report's plots into this folder as PNG files; needs matplotlib.",
         group="Result",
     )
     csv: Path | None = option(

@@ -7,114 +7,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
+from tetrad.bench.charts import Axis, Chart, Curve
+
 WIDTH, PLOT_HEIGHT = 560, 180
 LEFT, RIGHT, TOP, BOTTOM = 66, 14, 26, 44
-MOST_TICKS, MOST_NAMES = 6, 12
+MOST_NAMES = 12
 NUM_COLOURS = 6
 LEGEND_ROW = 16
 LETTER = 6.6
 """Width of a letter of the legend, about."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A named line through (x, y), ascending in x; broken where y is None."""
-
-    name: str
-    points: Sequence[tuple[float, float | None]]
-    colour: int = 0
-    is_dashed: bool = False
-
-    @property
-    def style(self) -> str:
-        """Its classes."""
-        return f"c{self.colour % NUM_COLOURS}{' dashed' if self.is_dashed else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A range of values with named places on it."""
-
-    label: str
-    low: float
-    high: float
-    ticks: Sequence[tuple[float, str]]
-
-    @classmethod
-    def of(cls, label: str, low: float, high: float) -> Axis:
-        """An axis over numbers, its ticks at round ones."""
-        if high <= low:
-            high = low + (abs(low) or 1.0)
-        step = round_step((high - low) / MOST_TICKS)
-        places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-        return cls(label, low, high, [(n * step, f"{n * step:,.6g}") for n in places])
-
-    @classmethod
-    def up_to(cls, label: str, high: float) -> Axis:
-        """An axis from 0 to a round number that is not below `high`."""
-        high = high if high > 0 else 1.0
-        step = round_step(high / MOST_TICKS)
-        return cls.of(label, 0.0, max(1, math.ceil(high / step - 1e-9)) * step)
-
-    @classmethod
-    def named(cls, label: str, names: Sequence[str]) -> Axis:
-        """An axis over words, evenly spaced at 0, 1, 2, ..."""
-        return cls(label, -0.5, len(names) - 0.5, list(enumerate(names)))
-
-    def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
-        return (value - self.low) / (self.high - self.low)
-
-
-def round_step(least: float) -> float:
-    """The least of 1, 2 and 5 times a power of ten that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(f * power for f in (1, 2, 5, 10, 20) if f * power >= least * (1 - 1e-9))
-
-
-def curves(title: str, x: Axis, y_label: str, shown: Sequence[Curve], *, dots: bool) -> Markup:
-    """Curves from 0 upwards; with dots each point can be pointed at for its value."""
-    values = [value for curve in shown for _, value in curve.points if value is not None]
-    y = Axis.up_to(y_label, max(values, default=1.0))
-    plot = Plot(title, x, y, shown if len(shown) > 1 else ())
-    for curve in shown:
+def drawn(chart: Chart) -> Markup:
+    """A chart as it goes into the page; with dots each point can be pointed at for its value."""
+    plot = Plot(chart.title, chart.x, chart.y, chart.curves if len(chart.curves) > 1 else ())
+    for curve in chart.curves:
         for is_there, piece in groupby(curve.points, lambda point: point[1] is not None):
             if is_there:
-                _draw(plot, curve, [(at, value or 0.0) for at, value in piece], dots=dots)
+                _draw(plot, curve, [(at, value or 0.0) for at, value in piece], chart.has_dots)
+    for (low, high), count in zip(chart.bins, chart.counts, strict=True):
+        _bar(plot, low, high, count)
     return plot.written()
 
 
-def _draw(plot: Plot, curve: Curve, piece: Sequence[tuple[float, float]], *, dots: bool) -> None:
+def _style(curve: Curve) -> str:
+    return f"c{curve.colour % NUM_COLOURS}{' dashed' if curve.is_dashed else ''}"
+
+
+def _draw(plot: Plot, curve: Curve, piece: Sequence[tuple[float, float]], has_dots: bool) -> None:
     places = [(plot.across(at), plot.up(value)) for at, value in piece]
     if len(places) > 1:
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
-        style = f"curve {curve.style}"
+        style = f"curve {_style(curve)}"
         ET.SubElement(plot.svg, "polyline", {"points": path, "class": style})
-    if dots:
+    if has_dots or len(places) == 1:
         for (px, py), (_, value) in zip(places, piece, strict=True):
-            dot = plot.element("circle", f"dot {curve.style}", cx=px, cy=py, r=3.5)
+            dot = plot.element("circle", f"dot {_style(curve)}", cx=px, cy=py, r=3.5)
             ET.SubElement(dot, "title").text = f"{curve.name} {value:,.4g}".strip()
 
 
-def bars(title: str, x: Axis, y_label: str, counts: Sequence[int]) -> Markup:
-    """Counts in equal bins over the whole of an axis."""
-    plot = Plot(title, x, Axis.up_to(y_label, max(counts, default=1)))
-    width = (x.high - x.low) / len(counts)
-    for number, count in enumerate(counts):
-        low, high = (x.low + n * width for n in (number, number + 1))
-        left, top = plot.across(low), plot.up(count)
-        bar = plot.element(
-            "rect", "bar c0", x=left, y=top, width=max(plot.across(high) - left - 0.5, 0.5),
-            height=plot.base - top,
-        )  # fmt: skip
-        ET.SubElement(bar, "title").text = f"{low:.4g} to {high:.4g}: {count:,}"
-    return plot.written()
+def _bar(plot: Plot, low: float, high: float, count: int) -> None:
+    left, top = plot.across(low), plot.up(count)
+    bar = plot.element(
+        "rect", "bar c0", x=left, y=top, width=max(plot.across(high) - left - 0.5, 0.5),
+        height=plot.base - top,
+    )  # fmt: skip
+    ET.SubElement(bar, "title").text = f"{low:.4g} to {high:.4g}: {count:,}"
 
 
 class Plot:
@@ -154,7 +97,7 @@ class Plot:
             if at + width > WIDTH and at > LEFT:
                 at, row = float(LEFT), row + 1
             y = TOP + LEGEND_ROW * row - 14
-            self.element("line", f"curve {curve.style}", x1=at, x2=at + 18, y1=y, y2=y)
+            self.element("line", f"curve {_style(curve)}", x1=at, x2=at + 18, y1=y, y2=y)
             self._text(curve.name, at + 22, y + 4, "start")
             at += width
         return row if shown else 0

@@ -18,6 +18,7 @@ from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.plan import Plan, prepare
 from tetrad.bench.processes import Job, Outcome, perform
 from tetrad.bench.summary import record
+from tetrad.bench.telemetry import sampling
 from tetrad.bench.wire import Trace
 from tetrad.bench.workload import Prompt
 from tetrad.core.errors import BenchFailure
@@ -129,13 +130,15 @@ async def _warm_requests(plan: Plan, client: Client, prompts: list[Prompt]) -> f
 async def measured(plan: Plan, client: Client, watch: Watch) -> BenchRun:
     """The run itself."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    watch.begin(len(plan.prompts))
-    try:
-        load, answers = await loaded(plan, client, watch.finished)
-    finally:
-        watch.end()
+    async with sampling(plan.config, client.headers) as sampler:
+        watch.begin(len(plan.prompts))
+        try:
+            load, answers = await loaded(plan, client, watch.finished)
+        finally:
+            watch.end()
+        seen = None if sampler is None else await sampler.seen()
     info = None if load.interrupted else await target.server_info(client)
-    return record(plan, load, answers, started_at=started_at, server_info=info)
+    return record(plan, load, answers, started_at=started_at, server_info=info, seen=seen)
 
 
 async def loaded(

@@ -15,6 +15,7 @@ from tetrad.bench.options_server import without_credentials
 from tetrad.bench.plan import Plan
 from tetrad.bench.processes import Outcome
 from tetrad.bench.selfcheck import check
+from tetrad.bench.telemetry import Seen, telemetry
 from tetrad.bench.window import further, steady
 from tetrad.core.records import BenchRun, RequestRecord, Workload
 from tetrad.core.spread import Spread
@@ -29,6 +30,7 @@ def record(
     *,
     started_at: str,
     server_info: dict[str, Any] | None,
+    seen: Seen | None = None,
 ) -> BenchRun:
     """All figures of a run."""
     config, stream = plan.config, not plan.config.disable_stream
@@ -69,6 +71,13 @@ def record(
         steady=steady(answers) if stream else None,
         client=check(load, answers, has_cap=config.max_concurrency is not None, stream=stream),
         timeline=series.timeline(records, good_stamps(answers) if stream else (), load.duration_s),
+        telemetry=telemetry(
+            seen,
+            origin=next((trace.origin for trace in load.traces), 0.0),
+            duration_s=load.duration_s,
+            output_tokens=sum(r.output_tokens for r in good),
+            period_s=config.telemetry_period_sec,
+        ),
         itl_histogram=series.histogram(
             [gap for r in good for gap in r.itls_ms], times.itl_ms or Spread()
         ),

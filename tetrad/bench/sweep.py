@@ -24,9 +24,19 @@ NO_PART_OF_A_PLAN = {
     *("api_key", "authorization", "header"),
     *("host", "port", "base_url", "ready_check_timeout_sec"),
     *("output_file", "output_details", "save_result", "save_detailed", "result_dir"),
-    *("result_filename", "html", "csv", "tag", "cache_report", "allow_failures", "disable_tqdm"),
+    *(
+        "result_filename",
+        "html",
+        "png",
+        "csv",
+        "tag",
+        "cache_report",
+        "allow_failures",
+        "disable_tqdm",
+    ),
     *("concurrency", "request_rates", "lengths", "results", "retry_failed", "repeat"),
     *("find", "under"),
+    *("telemetry", "telemetry_gpus", "telemetry_period_sec", "disable_telemetry"),
 }
 """Secrets, which stay out of files, and options that change no figure. Points may be added."""
 

@@ -32,8 +32,13 @@ def check_folders(config: BenchServeConfig, **more: Path | None) -> None:
         if path is not None and not path.parent.is_dir():
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {path}: there is no such folder.")
-    if config.result_dir is not None and not config.result_dir.is_dir():
-        raise ConfigError(f"--result-dir {config.result_dir}: there is no such folder.")
+    for name, folder in (("result-dir", config.result_dir), ("png", config.png)):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"--{name} {folder}: there is no such folder.")
+    if config.png is not None:
+        from tetrad.bench.pyplot import require_matplotlib
+
+        require_matplotlib("--png")
     if Path(config.result_filename or "").name != (config.result_filename or ""):
         raise ConfigError(
             f"--result-filename {config.result_filename}: it must be a name without folders; "
@@ -135,3 +140,8 @@ def write_points(points: Sequence[SweepPoint], config: BenchServeConfig) -> None
         text = page(points, command(), dataclasses.asdict(look()))
         config.html.write_text(text, encoding="utf-8")
         print(f"report written to {config.html}", file=sys.stderr)
+    if config.png is not None:
+        from tetrad.bench import report_png
+
+        written = report_png.write(points, config.png)
+        print(f"{len(written)} plots written to {config.png}", file=sys.stderr)

@@ -35,12 +35,13 @@ NAME_WIDTH = 40
 def _bench_kernels(config: BenchKernelsConfig) -> int:
     """Time, print, append. A wrong or failed cell is a BenchFailure."""
     from tetrad.bench.kernels import run, worst
-    from tetrad.bench.kernels_plot import draw_roofline, require_matplotlib
+    from tetrad.bench.kernels_plot import draw_roofline
+    from tetrad.bench.pyplot import require_matplotlib
 
     for flag, path in (("--output-file", config.output_file), ("--plot", config.plot)):
         check_writable(flag, path)
     if config.plot is not None:
-        require_matplotlib()
+        require_matplotlib("--plot")
     plan = _plan(config)
     narrator = Narrator()
     rows = []

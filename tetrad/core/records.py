@@ -15,6 +15,7 @@ from tetrad.core.client_records import ClientCheck
 from tetrad.core.series_records import Histogram, Timeline
 from tetrad.core.serve_records import Further, Steady
 from tetrad.core.spread import Record, Spread, percentile
+from tetrad.core.telemetry_records import Telemetry
 
 FailureKind = Literal[
     "refused",  # no connection
@@ -174,6 +175,8 @@ class BenchRun(Record):
     client: ClientCheck | None = None
     """Whether the load generator itself can be believed; None in records older than this."""
     timeline: Timeline | None = None
+    telemetry: Telemetry | None = None
+    """None when nothing was sampled beside the load."""
     itl_histogram: Histogram | None = None
     """From the least gap to the 99th percentile, in milliseconds."""
     command: str = ""
