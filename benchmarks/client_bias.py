@@ -6,11 +6,12 @@ round, with few requests and with many: the difference of the two CPU times over
 tokens is its cost per token, without its start. Clients take turns over the rounds.
 
     python benchmarks/client_bias.py --streams 256,1024,2048 --rounds 3
-    python benchmarks/client_bias.py --peer sglang=~/sglang-env/bin/python \
-        --peer vllm=~/vllm-env/bin/vllm --tokenizer FOLDER
+    python benchmarks/client_bias.py --streams 4096 --client-cores 1,2
+    python benchmarks/client_bias.py --peers ENVIRONMENTS --tokenizer FOLDER
 
-Peers are programs of their own environments: `sglang=PYTHON`, which runs `sglang_client.py` beside
-this file, and `vllm=VLLM`, which runs `vllm bench serve`. Both want the folder of a tokenizer.
+Peers are programs of environments of their own, `ENVIRONMENTS/sglang`, `vllm`, `aiperf` and
+`guidellm`, of which any may be missing; `client_peers.py` says how each is installed. They want the
+folder of a tokenizer, such as `tetrad/data/abacus`.
 """
 
 from __future__ import annotations
@@ -18,63 +19,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from client_peers import INSTALL, PEERS, Client, Load, Reported, Unusable, reported, run
+
 HERE = Path(__file__).resolve().parent
 STEPS_MANY = 3
 """The larger run has so many times the requests of the smaller one."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """One run: closed loop, all lengths fixed."""
-
-    url: str
-    streams: int
-    requests: int
-    output_tokens: int
-    folder: Path
-    tokenizer: str | None
-
-
-@dataclass(frozen=True)
-class Reported:
-    """What a client says, and what it used."""
-
-    output_throughput: float
-    mean_ttft_ms: float
-    mean_tpot_ms: float
-    cpu_s: float
-    verdict: str = ""
-
-
-Client = Callable[[Load, list[int]], Reported]
-
-
-def run(command: list[str], cores: list[int], ok: tuple[int, ...] = (0,)) -> float:
-    """CPU seconds of a command that may use `cores` only; its output goes to stderr if it fails."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        check=False,
-    )
-    if done.returncode not in ok:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def tetrad(load: Load, cores: list[int]) -> Reported:
@@ -87,6 +47,8 @@ def tetrad(load: Load, cores: list[int]) -> Reported:
     command += ["--base-url", load.url, "--dataset-name", "custom", "--dataset-path", str(prompts)]
     command += ["--max-concurrency", str(load.streams), "--workers", str(len(cores))]
     command += ["--warmup-requests", "0", "--output-file", str(result), "--disable-tqdm"]
+    # The paced server tells nothing of itself, and its machine's GPUs have nothing to do.
+    command += ["--disable-telemetry"]
     cpu_s = run(command, cores, ok=(0, 6))
     said = json.loads(result.read_text())
     client = said["tetrad"]["client"]
@@ -95,57 +57,6 @@ def tetrad(load: Load, cores: list[int]) -> Reported:
     if said["failed"]:
         verdict += f", {said['failed']} failed"
     return reported(said, cpu_s, verdict)
-
-
-def sglang(python: str) -> Client:
-    """`sglang.bench_serving`, native API aside: the same route as the others."""
-
-    def client(load: Load, cores: list[int]) -> Reported:
-        result = load.folder / "sglang.jsonl"
-        result.unlink(missing_ok=True)
-        command = [python, str(HERE / "sglang_client.py"), "--backend", "vllm", "--model", "paced"]
-        command += ["--base-url", load.url, "--dataset-name", "random-ids", *lengths(load)]
-        command += ["--tokenizer", load.tokenizer or "", "--max-concurrency", str(load.streams)]
-        # 1 is a fixed length here; for vLLM that is its default, 0.
-        command += ["--random-range-ratio", "1.0"]
-        command += ["--output-file", str(result), "--disable-tqdm"]
-        cpu_s = run(command, cores)
-        return reported(json.loads(result.read_text()), cpu_s)
-
-    return client
-
-
-def vllm(program: str) -> Client:
-    """`vllm bench serve`."""
-
-    def client(load: Load, cores: list[int]) -> Reported:
-        command = [program, "bench", "serve", "--backend", "openai", "--model", "paced"]
-        command += ["--base-url", load.url, "--dataset-name", "random", *lengths(load)]
-        command += ["--tokenizer", load.tokenizer or "", "--max-concurrency", str(load.streams)]
-        command += ["--save-result", "--result-dir", str(load.folder), "--disable-tqdm"]
-        command += ["--result-filename", "vllm.json", "--ignore-eos"]
-        cpu_s = run(command, cores)
-        return reported(json.loads((load.folder / "vllm.json").read_text()), cpu_s)
-
-    return client
-
-
-def lengths(load: Load) -> list[str]:
-    """The shape of a load in the flags that both peers share."""
-    return [
-        *("--num-prompts", str(load.requests), "--random-input-len", "128"),
-        *("--random-output-len", str(load.output_tokens)),
-    ]
-
-
-def reported(said: dict[str, Any], cpu_s: float, verdict: str = "") -> Reported:
-    """The figures under the names that all three use."""
-    names = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
-    throughput, ttft_ms, tpot_ms = (float(said[name]) for name in names)
-    return Reported(throughput, ttft_ms, tpot_ms, cpu_s, verdict)
-
-
-PEERS: dict[str, Callable[[str], Client]] = {"sglang": sglang, "vllm": vllm}
 
 
 def asked(url: str, path: str, method: str = "GET") -> dict[str, Any]:
@@ -191,18 +102,17 @@ def measured(client: Client, load: Load, cores: list[int]) -> Row:
     many = Load(**{**load.__dict__, "requests": load.requests * STEPS_MANY})
     asked(load.url, "/reset", "POST")
     said = client(many, cores)
-    truth = asked(load.url, "/truth")
+    truth = asked(load.url, f"/truth?last={many.requests}")
     more_tokens = (many.requests - load.requests) * load.output_tokens
-    # What the server sent, over the time from the first request to its last token.
-    span_s = truth["last_s"] - truth["first_s"] + truth["mean_ttft_ms"] / 1e3
     return Row(
-        throughput_bias=said.output_throughput / (truth["tokens"] / span_s) - 1,
+        throughput_bias=said.output_throughput / (truth["tokens"] / truth["span_s"]) - 1,
         ttft_bias_ms=said.mean_ttft_ms - truth["mean_ttft_ms"],
         tpot_bias=said.mean_tpot_ms / truth["mean_tpot_ms"] - 1,
         us_per_token=(said.cpu_s - few.cpu_s) / more_tokens * 1e6,
         pacing=(
             f"late {truth['late_mean_ms']:.2f} (max {truth['late_max_ms']:.1f}), "
-            f"burst {truth['drain_mean_ms']:.1f} (max {truth['drain_max_ms']:.1f})"
+            f"burst {truth['drain_mean_ms']:.1f} (max {truth['drain_max_ms']:.1f}), "
+            f"load {os.getloadavg()[0]:.1f}"
         ),
         verdict=said.verdict,
     )
@@ -232,43 +142,66 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--server-core", type=int, default=0)
     parser.add_argument("--client-cores", default="1", help="by commas; one process each")
-    parser.add_argument("--peer", action="append", default=[], help="NAME=PROGRAM")
+    parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
+    parser.add_argument("--only", help="names of clients, by commas; default: all that are there")
     parser.add_argument("--tokenizer", help="folder of a tokenizer, for the peers")
     return parser.parse_args()
 
 
+def chosen(options: argparse.Namespace) -> dict[str, Client]:
+    """Our client and the peers that are there; those that are not are named."""
+    clients: dict[str, Client] = {"tetrad": tetrad}
+    for name, (program, client) in PEERS.items() if options.peers else ():
+        path = options.peers.resolve() / name / "bin" / program
+        if path.exists():
+            clients[name] = client(str(path))
+        else:
+            print(f"{name}: there is no {path}; install it with: {INSTALL[name]}")
+    only = options.only.split(",") if options.only else list(clients)
+    return {name: client for name, client in clients.items() if name in only}
+
+
+def one_round(
+    clients: dict[str, Client], order: list[str], streams: int, options: argparse.Namespace
+) -> Iterator[tuple[str, Row]]:
+    """One measurement of each; a client that cannot be used is named and left out from then on."""
+    cores = [int(core) for core in options.client_cores.split(",")]
+    for client in order:
+        # A server of its own for each: what one left behind is not the next one's.
+        with (
+            tempfile.TemporaryDirectory() as name,
+            paced_server(Path(name), options.server_core, options.step_ms, options.ttft_ms) as url,
+        ):
+            load = Load(
+                url=url,
+                streams=streams,
+                requests=streams,
+                output_tokens=options.output_tokens,
+                folder=Path(name),
+                tokenizer=options.tokenizer,
+            )
+            try:
+                yield client, measured(clients[client], load, cores)
+            except Unusable as error:
+                del clients[client]
+                print(f"{client}: {error}", flush=True)
+
+
 def main() -> None:
     options = parsed()
-    clients: dict[str, Client] = {"tetrad": tetrad}
-    for peer in options.peer:
-        name, _, program = peer.partition("=")
-        clients[name] = PEERS[name](os.path.expanduser(program))
-    cores = [int(core) for core in options.client_cores.split(",")]
+    clients = chosen(options)
     print(
         f"{'client':<8} {'streams':>7} {'throughput':>10} {'worst':>9} {'TTFT ms':>9} {'TPOT':>8} "
-        f"{'us/token':>8}  the server's own error, ms"
+        f"{'us/token':>8}  the server's own error, ms; the machine's load"
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for streams in (int(number) for number in options.streams.split(",")):
-            rows: dict[str, list[Row]] = {client: [] for client in clients}
-            for turn in range(options.rounds):
-                order = list(clients) if turn % 2 == 0 else list(clients)[::-1]
-                for client in order:
-                    # A server of its own for each: what one left behind is not the next one's.
-                    with paced_server(
-                        folder, options.server_core, options.step_ms, options.ttft_ms
-                    ) as url:
-                        load = Load(
-                            url=url,
-                            streams=streams,
-                            requests=streams,
-                            output_tokens=options.output_tokens,
-                            folder=folder,
-                            tokenizer=options.tokenizer,
-                        )
-                        rows[client].append(measured(clients[client], load, cores))
-            for client, of_client in rows.items():
+    for streams in (int(number) for number in options.streams.split(",")):
+        rows: dict[str, list[Row]] = {client: [] for client in clients}
+        for turn in range(options.rounds):
+            order = list(clients) if turn % 2 == 0 else list(clients)[::-1]
+            for client, row in one_round(clients, order, streams, options):
+                rows[client].append(row)
+        for client, of_client in rows.items():
+            if of_client:
                 print(show(client, streams, of_client), flush=True)
 
 

@@ -3,8 +3,10 @@
  * It answers every POST with a stream of server-sent events: one token an event, one event a chunk,
  * and all streams step at the same instants, as the requests of a batch do in an engine. A request
  * gets its first token at the first step that is at least `ttft_ms` after its last byte arrived.
- * What it did is its own account: GET /truth gives means as it saw them, and how late its steps
- * were; POST /reset forgets them. GET /v1/models and /server_info answer what clients ask first.
+ * What it did is its own account: GET /truth?last=N gives means over the last N requests that came
+ * (0 for all), so that a client's warm-up is no part of them, and how late its steps were; POST
+ * /reset, to be sent while nothing runs, forgets both. Usage comes to those who ask with
+ * `include_usage`. GET /v1/models and /server_info answer what clients ask first.
  *
  *     cc -O2 -o paced_server benchmarks/paced_server.c
  *     ./paced_server PORT STEP_MS TTFT_MS [STYLE]     STYLE: completions (default) or native
@@ -29,21 +31,28 @@
 #define BACKLOG 4096
 
 typedef struct {
-    int is_open, is_active, wanted, sent, num_prompt;
+    int is_open, is_active, wanted, sent, num_prompt, wants_usage;
     size_t have, room, pending, pending_at;
     char *request, *unsent;
-    double arrived_s, first_s;
+    long place;
 } Connection;
 
 typedef struct {
-    long requests, tokens, steps, blocked;
-    double ttft_s, tpot_s, first_s, last_s, late_s, most_late_s, drain_s, most_drain_s;
+    double arrived_s, first_s, last_s;
+    int tokens, is_done;
+} Served;
+
+typedef struct {
+    long steps, blocked;
+    double late_s, most_late_s, drain_s, most_drain_s;
 } Truth;
 
 static Connection connections[MOST_CONNECTIONS];
 static int active[MOST_CONNECTIONS], num_active, poller, is_native;
 static double step_s, ttft_s;
 static Truth truth;
+static Served *served;
+static long num_served, room_served;
 
 static double now(void) {
     struct timespec t;
@@ -97,13 +106,12 @@ static void token(int fd, double at) {
     static const char *heading =
         "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
     Connection *c = &connections[fd];
+    Served *it = &served[c->place];
     char event[512], out[2048];
     int is_last = ++c->sent == c->wanted, n = 0;
     if (c->sent == 1) {
         n = sprintf(out, "%s", heading);
-        c->first_s = at;
-        truth.ttft_s += at - c->arrived_s;
-        if (!truth.first_s) truth.first_s = at;
+        it->first_s = at;
     }
     if (is_native)
         sprintf(event,
@@ -117,7 +125,7 @@ static void token(int fd, double at) {
                 fd, is_last ? "\"length\"" : "null");
     n += as_chunk(out + n, event);
     if (is_last) {
-        if (!is_native) {
+        if (!is_native && c->wants_usage) {
             sprintf(event,
                     "data: {\"object\": \"text_completion\", \"choices\": [], \"usage\": {\"prompt_tokens\": %d, "
                     "\"completion_tokens\": %d, \"total_tokens\": %d}}\n\n",
@@ -126,11 +134,10 @@ static void token(int fd, double at) {
         }
         n += as_chunk(out + n, "data: [DONE]\n\n");
         n += sprintf(out + n, "0\r\n\r\n");
-        truth.requests++;
-        truth.tpot_s += c->sent > 1 ? (at - c->first_s) / (c->sent - 1) : 0;
-        truth.last_s = at;
+        it->is_done = 1;
     }
-    truth.tokens++;
+    it->tokens++;
+    it->last_s = at;
     give(fd, out, (size_t)n);
 }
 
@@ -141,7 +148,7 @@ static void step(double due) {
     if (begun - due > truth.most_late_s) truth.most_late_s = begun - due;
     for (int i = 0; i < num_active; i++) {
         Connection *c = &connections[active[i]];
-        if (begun - c->arrived_s < ttft_s && !c->sent) continue;
+        if (!c->sent && begun - served[c->place].arrived_s < ttft_s) continue;
         token(active[i], now());
         if (c->sent == c->wanted) c->is_active = 0, active[i--] = active[--num_active];
     }
@@ -157,16 +164,25 @@ static void say(int fd, const char *body) {
     give(fd, out, (size_t)n);
 }
 
-static void tell_truth(int fd) {
+static void tell_truth(int fd, long last) {
     char body[1024];
-    long r = truth.requests ? truth.requests : 1, s = truth.steps ? truth.steps : 1;
+    long first = last > 0 && last < num_served ? num_served - last : 0, done = 0, tokens = 0;
+    double ttft = 0, tpot = 0, begun_s = first < num_served ? served[first].arrived_s : 0, ended_s = begun_s;
+    for (Served *it = served + first; it < served + num_served; it++) {
+        tokens += it->tokens;
+        if (it->last_s > ended_s) ended_s = it->last_s;
+        if (!it->is_done) continue;
+        done++;
+        ttft += it->first_s - it->arrived_s;
+        tpot += it->tokens > 1 ? (it->last_s - it->first_s) / (it->tokens - 1) : 0;
+    }
+    long r = done ? done : 1, s = truth.steps ? truth.steps : 1;
     sprintf(body,
             "{\"requests\": %ld, \"tokens\": %ld, \"mean_ttft_ms\": %.4f, \"mean_tpot_ms\": %.5f, "
-            "\"first_s\": %.6f, \"last_s\": %.6f, \"late_mean_ms\": %.4f, \"late_max_ms\": %.3f, "
+            "\"span_s\": %.6f, \"late_mean_ms\": %.4f, \"late_max_ms\": %.3f, "
             "\"drain_mean_ms\": %.3f, \"drain_max_ms\": %.3f, \"blocked\": %ld}",
-            truth.requests, truth.tokens, truth.ttft_s / r * 1e3, truth.tpot_s / r * 1e3, truth.first_s,
-            truth.last_s, truth.late_s / s * 1e3, truth.most_late_s * 1e3, truth.drain_s / s * 1e3,
-            truth.most_drain_s * 1e3, truth.blocked);
+            done, tokens, ttft / r * 1e3, tpot / r * 1e3, ended_s - begun_s, truth.late_s / s * 1e3,
+            truth.most_late_s * 1e3, truth.drain_s / s * 1e3, truth.most_drain_s * 1e3, truth.blocked);
     say(fd, body);
 }
 
@@ -182,16 +198,23 @@ static void generate(int fd, const char *body, size_t length) {
     asked = asked ? asked : number_after(body, "max_tokens", 16);
     c->wanted = asked < 1 ? 1 : asked;
     c->num_prompt = (int)(length / 4);
+    c->wants_usage = strstr(body, "include_usage") != NULL;
     c->sent = 0;
-    c->arrived_s = now();
+    if (num_served == room_served) {
+        room_served = room_served ? 2 * room_served : 1 << 16;
+        served = realloc(served, (size_t)room_served * sizeof *served);
+        if (!served) exit(1);
+    }
+    c->place = num_served++;
+    served[c->place] = (Served){.arrived_s = now()};
     c->is_active = 1;
     active[num_active++] = fd;
 }
 
 static void answer(int fd, const char *request, const char *body, size_t length) {
-    if (!strncmp(request, "GET /truth", 10)) tell_truth(fd);
+    if (!strncmp(request, "GET /truth", 10)) tell_truth(fd, number_after(request, "last=", 0));
     else if (!strncmp(request, "GET /v1/models", 14)) say(fd, "{\"object\": \"list\", \"data\": [{\"id\": \"paced\"}]}");
-    else if (!strncmp(request, "POST /reset", 11)) memset(&truth, 0, sizeof truth), say(fd, "{}");
+    else if (!strncmp(request, "POST /reset", 11)) memset(&truth, 0, sizeof truth), num_served = 0, say(fd, "{}");
     else if (!strncmp(request, "GET ", 4)) say(fd, "{}");
     else generate(fd, body, length);
 }
