@@ -27,6 +27,15 @@ DEFINITIONS: dict[str, str] = {
     "read lag": "token stamped - beginning of the round of reads it came in, or of the round "
     "before when nothing woke the client in between.",
     "send lag": "request sent - due and below --max-concurrency.",
+    "server's figures": "what /metrics (else /server_info) told at each look; totals are after "
+    "the run - before it.",
+    "cache hits": "cached / prompt tokens of the server's totals; of vLLM hits / tokens looked "
+    "up.",
+    "energy": "the GPUs' energy counters at the run's end - at its start, on the line between "
+    "two looks; of a GPU without one its power integrated over time.",
+    "energy per token": "energy / output tokens of successes.",
+    "lower clocks": "looks within the run at which the driver named a reason other than idleness "
+    "or a person's setting / looks.",
 }
 
 
