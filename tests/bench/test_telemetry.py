@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_gpus_of_another_machine_are_sampled_only_when_asked():
 
 
 def test_with_nothing_to_watch_the_sampler_ends_at_once():
-    said: list[dict] = []
+    said: list[dict[str, Any]] = []
     job = {"url": "http://127.0.0.1:9", "headers": {}, "period_s": 0.5, "gpus": [7]}
     watch({**job, "telemetry": False}, said.append, lambda: pytest.fail("it waits"))
     assert len(said) == 1
