@@ -29,8 +29,7 @@ DEFINITIONS: dict[str, str] = {
     "send lag": "request sent - due and below --max-concurrency.",
     "server's figures": "what /metrics (else /server_info) told at each look; totals are after "
     "the run - before it.",
-    "cache hits": "cached / prompt tokens of the server's totals; of vLLM hits / tokens looked "
-    "up.",
+    "cache hits": "cached / prompt tokens of the server's totals; of vLLM hits / tokens looked up.",
     "energy": "the GPUs' energy counters at the run's end - at its start, on the line between "
     "two looks; of a GPU without one its power integrated over time.",
     "energy per token": "energy / output tokens of successes.",
