@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.kernels.contract import case
 from tetrad.kernels.draw import Lens
 from tetrad.kernels.ragged import Ragged
@@ -18,10 +19,16 @@ MIXED: Lens = ((1, 130), (5, 5), (1, 1), (20, 131), (2, 65), (1, 7), (1, 64))
 
 
 def step_inputs(
-    lens: Lens, heads: int, width: int, dtype: torch.dtype, device: torch.device
+    lens: Lens,
+    heads: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    keys: KeyFormat = ACTIVATION,
 ) -> dict[str, Any]:
     """Arguments of `index_score`; unwritten slots are NaN."""
-    return SCORE.check.inputs(case(f"step {lens}", lens=lens, X=heads, I=width), dtype, device)
+    step = case(f"step {lens}", lens=lens, X=heads, I=width, keys=keys)
+    return SCORE.check.inputs(step, dtype, device)
 
 
 def with_kv_lens(ragged: Ragged, kv_lens: list[int]) -> Ragged:

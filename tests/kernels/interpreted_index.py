@@ -20,6 +20,7 @@ from tests.kernels.index import (
     tied_scores,
     with_kv_lens,
 )
+from tetrad.core.keys import FP8
 from tetrad.kernels.canary import try_case
 from tetrad.kernels.compare import compare
 from tetrad.kernels.contract import Case
@@ -40,7 +41,8 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _poisoned(like: Tensor, *shape: int, **options: Any) -> Tensor:
     made: Tensor = NEW_EMPTY(like, *shape, **options)
-    return made.fill_(torch.nan if made.is_floating_point() else 0x7F7F7F7F)
+    largest = 0xFF if made.dtype == torch.uint8 else 0x7F7F7F7F
+    return made.fill_(torch.nan if made.is_floating_point() else largest)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,14 @@ def test_lengths_are_those_on_the_device():
         assert found[row, length:].isneginf().all()
         assert int((selected[row] >= 0).sum()) == min(length, 64)
         assert (selected[row] < length).all()
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_fp8_keys_of_steps_cut_in_every_way(queries: int):
+    inputs = step_inputs(MIXED, 3, 24, torch.float32, CPU, FP8)
+    found = index_score.scores(**inputs, tile=ScoreTile(queries, stages=2), each=128)
+    (expected,) = SCORE.check.expected(inputs)
+    assert compare(found, expected).passes(2e-6)
 
 
 def test_a_nan_shows_in_its_row_alone():

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.mla import MLA, SMALL_CASES, drawn, without_host_lengths
+from tests.kernels.mla import MLA, SMALL_CASES, Lens, drawn, without_host_lengths
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.canary import try_case
@@ -38,6 +39,10 @@ def _poisoned(like: Tensor, *shape: int, **options: Any) -> Tensor:
     return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
+def small(name: str, lens: Lens, heads: int, topk: int, keys: KeyFormat = ACTIVATION) -> Case:
+    return case(name, lens=lens, H=heads, C=16, R=8, topk=topk, keys=keys)
+
+
 def backend(tile: MlaTile, splits: int) -> Backend:
     return Backend("triton", partial(mla_triton.attend, tile=tile, num_splits=splits))
 
@@ -51,8 +56,11 @@ def test_case(case: Case, tile: MlaTile, splits: int):
 
 
 @pytest.mark.parametrize(("tile", "splits"), [(SMALL, 2), (TILES[1], 1)])
-def test_glm_widths(tile: MlaTile, splits: int):
-    glm = case("narrow glm", lens=((1, 100), (2, 20)), H=20, C=512, R=64, topk=0)
+@pytest.mark.parametrize("keys", [ACTIVATION, FP8])
+def test_glm_widths(keys: KeyFormat, tile: MlaTile, splits: int):
+    glm = case(
+        "narrow glm", lens=((1, 100), (2, 20)), H=20, C=512, R=64, topk=0, keys=keys
+    )
     (result,) = try_case(MLA, backend(tile, splits), glm, torch.float32, CPU)
     assert result.passes(MLA.contract.tolerance["float32"]), result
 
@@ -61,7 +69,7 @@ def test_glm_widths(tile: MlaTile, splits: int):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_host_lengths_are_not_read(splits: int, topk: int):
     lens = ((1, 65), (1, 3), (1, 200), (1, 0))
-    inputs = drawn(case("graph", lens=lens, H=4, C=16, R=8, topk=topk), CPU, torch.float32)
+    inputs = drawn(small("graph", lens, 4, topk), CPU, torch.float32)
     expected = MLA.backends["torch"].run(**inputs)
     run = backend(SMALL, splits).run
     torch.testing.assert_close(run(**without_host_lengths(inputs)), expected)
@@ -69,7 +77,7 @@ def test_host_lengths_are_not_read(splits: int, topk: int):
 
 def test_rows_behind_the_last_sequence_are_zeros():
     """A graph has a fixed number of rows, of which a step may have fewer."""
-    inputs = drawn(case("rows", lens=((2, 70), (3, 5)), H=4, C=16, R=8, topk=8), CPU, torch.float32)
+    inputs = drawn(small("rows", ((2, 70), (3, 5)), 4, 8), CPU, torch.float32)
     expected = MLA.backends["torch"].run(**inputs)
     more = torch.full((2, 4, 24), torch.nan)
     inputs["queries"] = torch.cat([inputs["queries"], more])
@@ -82,7 +90,7 @@ def test_rows_behind_the_last_sequence_are_zeros():
 @pytest.mark.parametrize("splits", [1, 3])
 def test_nothing_stands_anywhere_in_a_selection(splits: int):
     """Not only at its end, and whole tiles of it; a position that is not seen counts as nothing."""
-    inputs = drawn(case("gaps", lens=((1, 300),) * 3, H=4, C=16, R=8, topk=64), CPU, torch.float32)
+    inputs = drawn(small("gaps", ((1, 300),) * 3, 4, 64), CPU, torch.float32)
     selected = inputs["selected"]
     selected[0, :40] = -1
     selected[1, ::3] = -1
@@ -95,7 +103,7 @@ def test_nothing_stands_anywhere_in_a_selection(splits: int):
 
 
 def test_a_key_that_is_not_finite_shows_in_its_row_alone():
-    inputs = drawn(case("nan", lens=((1, 70), (1, 70)), H=4, C=16, R=8, topk=0), CPU, torch.float32)
+    inputs = drawn(small("nan", ((1, 70), (1, 70)), 4, 0), CPU, torch.float32)
     page = int(inputs["ragged"].page_table[1, 1])
     inputs["pool"][page, 3, 5] = torch.nan
     found = backend(SMALL, 3).run(**inputs)
@@ -103,15 +111,44 @@ def test_a_key_that_is_not_finite_shows_in_its_row_alone():
     assert found[1].isnan().all()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_every_fp8_code_is_decoded(splits: int):
+    """A sequence of 256 keys has each of them, in every column, with scales far apart."""
+    inputs = drawn(small("codes", ((1, 256),), 4, 0, FP8), CPU, torch.float32)
+    row_bytes = inputs["pool"].shape[-1]
+    rows = inputs["pool"].view(-1, row_bytes)
+    pages = inputs["ragged"].page_table[0].long()
+    slots = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
+    codes = (torch.arange(256)[:, None] + 37 * torch.arange(16)) % 256
+    codes[codes % 128 == 127] = 5
+    values = codes.to(torch.uint8)
+    scales = torch.pow(2.0, torch.arange(256) % 7 - 3).float()
+    rows[slots, :16] = values
+    rows[slots, 16:20] = scales.view(torch.uint8).view(256, 4)
+    inputs["queries"] *= 0.01
+    (expected,) = MLA.check.expected(inputs)
+    found = backend(SMALL, splits).run(**inputs)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_fp8_scale_that_is_not_finite_shows_in_its_row_alone():
+    inputs = drawn(small("nan scale", ((1, 70), (1, 70)), 4, 0, FP8), CPU, torch.float32)
+    page = int(inputs["ragged"].page_table[1, 1])
+    inputs["pool"][page, 3, 16:20] = 0xFF
+    found = backend(SMALL, 3).run(**inputs)
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()
+
+
 def test_more_sequences_than_are_searched_together():
     lens = ((1, 3),) * 130 + ((2, 40), (1, 1))
-    inputs = drawn(case("many", lens=lens, H=2, C=16, R=8, topk=0), CPU, torch.float32)
+    inputs = drawn(small("many", lens, 2, 0), CPU, torch.float32)
     expected = MLA.backends["torch"].run(**inputs)
     torch.testing.assert_close(backend(SMALL, 1).run(**inputs), expected)
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish():
-    inputs = drawn(case("steep", lens=((1, 150),), H=4, C=16, R=8, topk=0), CPU, torch.float32)
+    inputs = drawn(small("steep", ((1, 150),), 4, 0), CPU, torch.float32)
     inputs["queries"] *= 1000
     expected = MLA.backends["torch"].run(**inputs)
     torch.testing.assert_close(backend(SMALL, 4).run(**inputs), expected, rtol=1e-4, atol=1e-4)

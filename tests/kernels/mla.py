@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.formats import fp8_keys
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import rows_of
 from tetrad.kernels.registry import OPS
@@ -18,9 +20,12 @@ SMALL_CASES = [each for each in MLA.contract.cases if each["C"] < 512]
 Lens = tuple[tuple[int, int], ...]
 
 
-def glm_case(name: str, lens: Lens, topk: int = 0, heads: int = 64) -> Case:
+def glm_case(
+    name: str, lens: Lens, topk: int = 0, heads: int = 64, keys: KeyFormat = ACTIVATION
+) -> Case:
     """GLM-5's widths, drawn on the device."""
-    return Case(name, {"lens": lens, "H": heads, "C": 512, "R": 64, "topk": topk}, True)
+    values = {"lens": lens, "H": heads, "C": 512, "R": 64, "topk": topk, "keys": keys}
+    return Case(name, values, True)
 
 
 def drawn(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -48,6 +53,8 @@ def exact(inputs: dict[str, Any]) -> Tensor:
     queries: Tensor = inputs["queries"].double()
     flat: Tensor = inputs["pool"].flatten(0, 1)
     rank = inputs["latent_rank"]
+    if flat.dtype == torch.uint8:
+        flat = fp8_keys.decode_latents(flat, rank)
     out = queries.new_zeros(*queries.shape[:2], rank)
     for row, sequence, seen in rows_of(ragged):
         position = torch.arange(seen, device=flat.device)

@@ -19,6 +19,7 @@ from tests.kernels.compile_helpers import (
     run_interpreted,
 )
 from tests.kernels.index import SCORE, SELECT, step_inputs
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.kernels import triton_support
 from tetrad.kernels.draw import Lens
 from tetrad.kernels.index_score import triton as index_score
@@ -49,9 +50,14 @@ def inside_others(ragged: Ragged) -> Ragged:
 
 
 def compile_score(
-    lens: Lens, heads: int, capability: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    lens: Lens,
+    heads: int,
+    capability: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: KeyFormat = ACTIVATION,
 ) -> Compiled:
-    inputs = step_inputs(lens, heads, 128, torch.bfloat16, CPU)
+    inputs = step_inputs(lens, heads, 128, torch.bfloat16, CPU, keys)
     inputs["ragged"] = inside_others(inputs["ragged"])
     call = partial(SCORE.backends["triton"].run, **inputs)
     (kernel,) = compile_launches(call, capability, folder, monkeypatch)
@@ -62,18 +68,26 @@ def compile_score(
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("lens", [DECODE, PROMPT], ids=["decode", "prompt"])
+@pytest.mark.parametrize("keys", [ACTIVATION, FP8])
 def test_scores_compile_without_spilling(
-    lens: Lens, heads: int, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: KeyFormat,
+    lens: Lens,
+    heads: int,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Two programs fit on a multiprocessor of Hopper: one multiplies while the other adds up."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = compile_score(lens, heads, capability, tmp_path, monkeypatch)
+    kernel = compile_score(lens, heads, capability, tmp_path, monkeypatch, keys)
     # ptxas stops at 168 registers on 12.0, and puts one address aside before the loop
     assert kernel.stack_bytes <= (8 if capability == 120 else 0)
     if capability == 90:
         assert len(re.findall(r"wgmma\.mma_async", kernel.ptx)) == 128 // 16
         assert 2 * kernel.shared_bytes <= HOPPER_SHARED_BYTES
         assert not ptxas_complaints(kernel, tmp_path)
+        # decoded keys go to wgmma in registers: none may be overwritten while it reads
+        assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", kernel.ptx)) == {"0"}
     else:
         assert kernel.shared_bytes <= LEAST_SHARED_BYTES
 

@@ -22,6 +22,7 @@ from tests.kernels.mla import (
     without_host_lengths,
 )
 from tests.kernels.torch_gluon import on_torch
+from tetrad.core.keys import ACTIVATION
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.canary import try_case
 from tetrad.kernels.contract import Case, case
@@ -72,7 +73,8 @@ def test_case(each: Case, splits: int):
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_many_tiles_of_keys_without_host_lengths(splits: int, topk: int):
     lens = ((1, 450), (1, 3), (1, 449), (1, 0))
-    inputs = drawn(case("long", lens=lens, H=70, C=64, R=64, topk=topk), CPU, torch.float32)
+    long = case("long", lens=lens, H=70, C=64, R=64, topk=topk, keys=ACTIVATION)
+    inputs = drawn(long, CPU, torch.float32)
     if topk:
         inputs["selected"][0, 10:300:7] = -1
         inputs["selected"][0, 11] = 450
@@ -148,8 +150,9 @@ def test_what_it_is_not_made_for_is_left_to_triton(
 ):
     seen = []
     monkeypatch.setattr(mla_triton, "run", lambda *arguments: seen.append(arguments))
-    inputs = drawn(
-        case("other", lens=((1, 2),), H=heads, C=width - 64, R=64, topk=0), CPU, torch.bfloat16
+    other = case(
+        "other", lens=((1, 2),), H=heads, C=width - 64, R=64, topk=0, keys=ACTIVATION
     )
+    inputs = drawn(other, CPU, torch.bfloat16)
     mla_gluon.run(**inputs)
     assert len(seen) == 1

@@ -18,6 +18,7 @@ from tests.kernels.compile_helpers import (
 )
 from tests.kernels.mla import SMALL_CASES, drawn, glm_case, with_lengths_elsewhere
 from tetrad.core.errors import UnsupportedError
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.kernels.experts.tiles import shared_bytes_of
 from tetrad.kernels.mla import triton as mla_triton
 from tetrad.kernels.mla.tiles import (
@@ -54,7 +55,8 @@ def compiled(
     """The kernels of a call, and its tile."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
     device = divmod(capability, 10)
-    tile = fitted(tile_for(inputs["queries"].shape[1], device), WIDTH, device)
+    is_fp8 = inputs["pool"].dtype == torch.uint8
+    tile = fitted(tile_for(inputs["queries"].shape[1], device, is_fp8), WIDTH, device)
     kernels = compile_launches(
         lambda: mla_triton.attend(**inputs, tile=tile, num_splits=splits),
         capability, folder, monkeypatch,
@@ -62,8 +64,10 @@ def compiled(
     return kernels, tile
 
 
-def glm_inputs(heads: int, topk: int, num_rows: int = 2, kv_len: int = 70) -> dict[str, Any]:
-    case = glm_case("compiled", ((1, kv_len),) * num_rows, topk, heads)
+def glm_inputs(
+    heads: int, topk: int, num_rows: int = 2, kv_len: int = 70, keys: KeyFormat = ACTIVATION
+) -> dict[str, Any]:
+    case = glm_case("compiled", ((1, kv_len),) * num_rows, topk, heads, keys)
     return drawn(case, CPU, torch.bfloat16)
 
 
@@ -71,7 +75,9 @@ def glm_inputs(heads: int, topk: int, num_rows: int = 2, kv_len: int = 70) -> di
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("topk", [0, 2048])
 @pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("keys", [ACTIVATION, FP8])
 def test_compiles_and_fits(
+    keys: KeyFormat,
     heads: int,
     topk: int,
     splits: int,
@@ -81,7 +87,8 @@ def test_compiles_and_fits(
 ):
     """Nothing spills, but where a newer compiler than Triton 3.6 is at the limit of registers. An
     atomic would make the order of sums vary."""
-    kernels, tile = compiled(glm_inputs(heads, topk), splits, capability, tmp_path, monkeypatch)
+    inputs = glm_inputs(heads, topk, keys=keys)
+    kernels, tile = compiled(inputs, splits, capability, tmp_path, monkeypatch)
     assert len(kernels) == (2 if splits > 1 else 1)
     attend = kernels[0]
     is_full = tile.heads == WIDE.heads and NEW_COMPILER
@@ -94,6 +101,7 @@ def test_compiles_and_fits(
         assert kernel.stack_bytes == 0
         assert kernel.shared_bytes <= 48 << 10
     assert ("wgmma" if tile == WIDE else "mma.sync") in attend.ptx
+    assert "cvt.rn.f16x2.e4m3x2" not in attend.ptx
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -116,6 +124,15 @@ def test_hopper_waits(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     last_wait = loop.rindex("wgmma.wait_group")
     copy = loop.index("cp.async.cg")
     assert "m64n256" in loop[last_wait:copy]
+
+
+@pytest.mark.parametrize("topk", [0, 2048])
+def test_hopper_waits_with_fp8_keys(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As above; decoded keys are fenced before wgmma reads them from shared memory."""
+    (kernel,), _ = compiled(glm_inputs(64, topk, keys=FP8), 1, 90, tmp_path, monkeypatch)
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", kernel.ptx)) == {"0"}
+    decoding = kernel.ptx.index("prmt.b32 pair")
+    assert "fence.proxy.async" in kernel.ptx[decoding : kernel.ptx.index("wgmma.mma", decoding)]
     assert "bar.sync" in loop[last_wait:copy]
 
 
@@ -130,6 +147,10 @@ def test_a_kernel_compiles_once_for_all_lengths_and_steps(
         compiled(inputs, 4, 90, tmp_path, monkeypatch)
         compiled(with_lengths_elsewhere(inputs), 4, 90, tmp_path, monkeypatch)
     assert len(list(tmp_path.glob("*.cubin"))) == 2
+    for num_rows, kv_len in ((2, 64), (16, 1000)):
+        inputs = glm_inputs(8, topk, num_rows, kv_len, FP8)
+        compiled(inputs, 4, 90, tmp_path, monkeypatch)
+    assert len(list(tmp_path.glob("*.cubin"))) == 3
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)

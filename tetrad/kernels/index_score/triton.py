@@ -2,7 +2,8 @@
 
 A program takes some rows of the step and a stretch of key positions. Keys are the left operand, a
 page at a time; queries times heads are the columns of the product, so that the sum over heads stays
-within the threads of one warp. Nothing but the scores is written.
+within the threads of one warp. Nothing but the scores is written. FP8 keys become bf16, which is
+exact, and their scales multiply the scores.
 
 A row's sequence is found on the device: the launch depends on the numbers of rows, sequences and
 keys alone, and a graph of decodes serves any lengths up to its longest.
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.kernels.backend import Backend
+from tetrad.kernels.e4m3 import decode
 from tetrad.kernels.experts.grouping import cores_of
 from tetrad.kernels.ragged import Ragged
-from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
+from tetrad.kernels.triton_support import cdiv, is_interpreted, jit, next_power_of_2, tl, why_not
 
 PROGRAMS_PER_CORE = 8
 """Rows see different numbers of keys; with a few programs a multiprocessor they even out."""
@@ -61,7 +63,7 @@ def score_kernel(
     num_rows, num_keys, keys_each, page_stride, weights_stride, scores_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, HEAD_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, PAGE: tl.constexpr, FILL: tl.constexpr, ROW_IS_SEQUENCE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr, BY_PTX: tl.constexpr,
 ):  # fmt: skip
     """scores [T, num_keys] of QUERIES rows for `keys_each` key positions, whole pages.
 
@@ -100,18 +102,26 @@ def score_kernel(
         page = tl.load(pages + start // PAGE, mask=start < stop, other=0)
         for at in tl.range(start, stop, PAGE, num_stages=STAGES):
             key = at + slot
-            mask = (key < most)[:, None] & is_deep[None, :]
+            here = pool + page.to(tl.int64) * (PAGE * (WIDTH + 4 if IS_FP8 else WIDTH))
             k = tl.load(
-                pool + page.to(tl.int64) * (PAGE * WIDTH) + slot[:, None] * WIDTH + depth[None, :],
-                mask=mask, other=0.0,
+                here + slot[:, None] * WIDTH + depth[None, :],
+                mask=(key < most)[:, None] & is_deep[None, :], other=0,
             )  # fmt: skip
+            if IS_FP8:
+                behind = (here + PAGE * WIDTH).to(tl.pointer_type(tl.float32))
+                scale = tl.load(behind + slot, mask=key < most, other=0.0)
+                k = decode(k, BY_PTX).to(q.dtype)
             # by hand, a step ahead: the compiler would wait for keys whenever it waits for a page
             page = tl.load(pages + at // PAGE + 1, mask=at + PAGE < stop, other=0)
             # a NaN has to show in the score
             product = tl.dot(k, q, input_precision=PRECISION)
             product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
             weighted = (product * weight[None, :]).reshape(PAGE, QUERIES, HEAD_COLUMNS)
-            score = tl.where(key[:, None] < limit[None, :], tl.sum(weighted, 2), float("-inf"))
+            score = tl.sum(weighted, 2)
+            if IS_FP8:
+                # above 0, so that ReLU may come first
+                score = score * scale[:, None]
+            score = tl.where(key[:, None] < limit[None, :], score, float("-inf"))
             mask = (key < end)[:, None] & is_mine[None, :]
             tl.store(scores_at[None, :] + key[:, None], score, mask=mask)
         written = tl.maximum(start, tl.cdiv(stop, PAGE) * PAGE)
@@ -172,6 +182,8 @@ def scores(
         ROW_IS_SEQUENCE=ragged.is_decode,
         STAGES=tile.stages,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        IS_FP8=pool.dtype == torch.uint8,
+        BY_PTX=not is_interpreted(),
         num_warps=tile.warps,
     )
     return out[:, :num_keys]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.core.keys import FP8, SCALE_BLOCK, SCALE_BYTES, num_scales
+from tetrad.formats import fp8_keys
 from tetrad.kernels.backend import Check
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw, rows_of, sequence_slots
@@ -24,9 +26,13 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
             positions = draw.permutation(seen)[:topk]
             selected[row, : len(positions)] = positions.int().cpu()
         selected = selected.to(device)
+    queries = draw.normal(sum(ragged.query_lens), case["H"], width)
+    pool = draw.pool(case["lens"], ragged, width)
+    if case["keys"] == FP8:
+        pool = fp8_keys.encode_latents(pool[..., : case["C"]], pool[..., case["C"] :])
     return {
-        "queries": draw.normal(sum(ragged.query_lens), case["H"], width),
-        "pool": draw.pool(case["lens"], ragged, width),
+        "queries": queries,
+        "pool": pool,
         "ragged": ragged,
         "selected": selected,
         "scale": width**-0.5,
@@ -38,7 +44,7 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """A softmax per row and head over the keys it reads."""
     ragged, selected = inputs["ragged"], inputs["selected"]
     queries = inputs["queries"].cpu().double()
-    flat = inputs["pool"].cpu().double().flatten(0, 1)
+    flat = _keys(inputs["pool"].cpu(), inputs["latent_rank"]).flatten(0, 1)
     out = []
     for row, sequence, seen in rows_of(ragged):
         keys = flat[sequence_slots(ragged, sequence)[:seen]]
@@ -48,6 +54,20 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         weights = exponentials / exponentials.sum(-1, keepdim=True)
         out.append(weights @ keys[:, : inputs["latent_rank"]])
     return (torch.stack(out),)
+
+
+def _keys(pool: Tensor, rank: int) -> Tensor:
+    """Float64, FP8 decoded column by column."""
+    if pool.dtype != torch.uint8:
+        return pool.double()
+    columns = []
+    for column in range(rank):
+        at = rank + column // SCALE_BLOCK * SCALE_BYTES
+        scale = pool[..., at : at + SCALE_BYTES].contiguous().view(torch.float32)
+        code = pool[..., column : column + 1].contiguous().view(torch.float8_e4m3fn)
+        columns.append(code.double() * scale.double())
+    rotary = pool[..., rank + num_scales(rank) * SCALE_BYTES :].contiguous().view(torch.bfloat16)
+    return torch.cat([*columns, rotary.double()], dim=-1)
 
 
 CHECK = Check(inputs, expected)

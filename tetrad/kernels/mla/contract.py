@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat, latent_bytes
 from tetrad.kernels.contract import Argument, Case, Contract, case, num_rows, ragged_pairs
 
 
@@ -26,13 +27,35 @@ def _keys(case: Case) -> float:
     )
 
 
+def key_bytes(case: Case, size: int) -> int:
+    """Of one key; `size`: of an activation."""
+    return latent_bytes(case["keys"], case["C"], case["R"], size)
+
+
+def _case(
+    name: str,
+    lens: tuple[tuple[int, int], ...],
+    heads: int,
+    rank: int,
+    rotary: int,
+    *,
+    topk: int = 0,
+    keys: KeyFormat = ACTIVATION,
+) -> Case:
+    return case(name, lens=lens, H=heads, C=rank, R=rotary, topk=topk, keys=keys)
+
+
 CONTRACT = Contract(
     name="mla",
     summary="softmax(scale * query . latent) over seen or selected keys, times their first C",
     arguments=(
         Argument("queries", "[T, H, C + R]", "activation", "absorbed latent query, rotary query"),
         Argument(
-            "pool", "[P, PAGE_TOKENS, C + R]", "activation", "latents; unwritten slots are NaN"
+            "pool",
+            "[P, PAGE_TOKENS, C + R]",
+            "activation",
+            "latents; or FP8 as formats/fp8_keys.py has it, uint8 [P, PAGE_TOKENS, bytes]. "
+            "Unwritten slots are NaN",
         ),
         Argument(
             "ragged",
@@ -56,20 +79,25 @@ CONTRACT = Contract(
         ),
     ),
     cases=(
-        case("mixed step", lens=((1, 70), (3, 5), (1, 1), (66, 130)), H=3, C=16, R=8, topk=0),
-        case("selected, glm widths", lens=((1, 100), (2, 90)), H=64, C=512, R=64, topk=80),
-        case("selected", lens=((1, 70), (3, 5), (20, 130)), H=3, C=16, R=8, topk=16),
-        case("filled up", lens=((1, 65), (1, 0), (2, 3), (1, 0)), H=3, C=16, R=8, topk=0),
-        case("selected, filled up", lens=((1, 65), (1, 0), (2, 3)), H=3, C=16, R=8, topk=16),
-        case("decode", lens=((1, 65), (1, 64), (1, 200)), H=4, C=32, R=8, topk=0),
-        case("selected decode", lens=((1, 65), (1, 3), (1, 200)), H=4, C=32, R=8, topk=32),
-        case("one token", lens=((1, 1),), H=1, C=8, R=2, topk=0),
-        case("prompt", lens=((9, 9),), H=2, C=24, R=4, topk=0),
-        case("glm widths", lens=((1, 100), (2, 90)), H=64, C=512, R=64, topk=0),
+        _case("mixed step", ((1, 70), (3, 5), (1, 1), (66, 130)), 3, 16, 8),
+        _case("selected, glm widths", ((1, 100), (2, 90)), 64, 512, 64, topk=80),
+        _case("mixed step, fp8", ((1, 70), (3, 5), (1, 1), (66, 130)), 3, 16, 8, keys=FP8),
+        _case("selected, fp8", ((1, 100), (2, 90)), 64, 512, 64, topk=80, keys=FP8),
+        _case("selected", ((1, 70), (3, 5), (20, 130)), 3, 16, 8, topk=16),
+        _case("filled up", ((1, 65), (1, 0), (2, 3), (1, 0)), 3, 16, 8),
+        _case("selected, filled up", ((1, 65), (1, 0), (2, 3)), 3, 16, 8, topk=16),
+        _case("filled up, fp8", ((1, 65), (1, 0), (2, 3)), 3, 160, 8, topk=16, keys=FP8),
+        _case("decode", ((1, 65), (1, 64), (1, 200)), 4, 32, 8),
+        _case("selected decode", ((1, 65), (1, 3), (1, 200)), 4, 32, 8, topk=32),
+        _case("one token", ((1, 1),), 1, 8, 2),
+        _case("one token, fp8", ((1, 1),), 1, 8, 2, keys=FP8),
+        _case("prompt", ((9, 9),), 2, 24, 4),
+        _case("glm widths", ((1, 100), (2, 90)), 64, 512, 64),
+        _case("glm widths, fp8", ((1, 100), (2, 90)), 64, 512, 64, keys=FP8),
     ),
     flops=lambda c: 2.0 * _pairs(c) * c["H"] * (2 * c["C"] + c["R"]),
     bytes=lambda c, size: (
-        _keys(c) * (c["C"] + c["R"]) * size
+        _keys(c) * key_bytes(c, size)
         + num_rows(c["lens"]) * c["H"] * (2 * c["C"] + c["R"]) * size
     ),
     tolerance={"float32": 2e-6, "bfloat16": 4e-3},

@@ -1,7 +1,7 @@
 """Absorbed latent attention in plain torch.
 
 Without a selection, padded blocks of sequences attend to all their keys. With one, each row gathers
-its own few keys, in chunks that bound the copy.
+its own few keys, in chunks that bound the copy. FP8 keys are decoded as they are gathered.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.formats import fp8_keys
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.ragged import Ragged
 
@@ -30,7 +31,7 @@ def run(
         return _over_selected(queries, flat, ragged, selected, scale, latent_rank)
     out = queries.new_zeros(*queries.shape[:2], latent_rank)
     for block in ragged.blocks:
-        keys = _gather(flat, block.slots)
+        keys = _gather(flat, block.slots, latent_rank)
         hidden = block.hidden.unsqueeze(2)
         attended = _attend(block.gather(queries), keys, hidden, scale, latent_rank)
         block.scatter(attended.to(out.dtype), out)
@@ -42,9 +43,9 @@ def _over_selected(
 ) -> Tensor:
     slots = ragged.row_slots(selected.clamp(min=0).long())
     missing = (selected < 0)[:, None, None]
-    size = max(1, MAX_GATHERED_NUMBERS // (selected.shape[1] * flat.shape[1]))
+    size = max(1, MAX_GATHERED_NUMBERS // (selected.shape[1] * queries.shape[-1]))
     done = [
-        _attend(q.unsqueeze(1), _gather(flat, s), m, scale, latent_rank).squeeze(1)
+        _attend(q.unsqueeze(1), _gather(flat, s, latent_rank), m, scale, latent_rank).squeeze(1)
         for q, s, m in zip(
             *(torch.split(part, size) for part in (queries, slots, missing)), strict=True
         )
@@ -53,9 +54,10 @@ def _over_selected(
     return found.masked_fill(missing.all(-1), 0.0).to(queries.dtype)
 
 
-def _gather(flat: Tensor, slots: Tensor) -> Tensor:
+def _gather(flat: Tensor, slots: Tensor, latent_rank: int) -> Tensor:
     """fp32 [G, M, C + R]."""
-    return flat.index_select(0, slots.flatten()).view(*slots.shape, -1).float()
+    rows = flat.index_select(0, slots.flatten()).view(*slots.shape, -1)
+    return fp8_keys.decode_latents(rows, latent_rank) if rows.dtype == torch.uint8 else rows.float()
 
 
 def _attend(

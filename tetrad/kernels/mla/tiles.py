@@ -36,7 +36,8 @@ class MlaTile:
     """Programs that a multiprocessor holds at once."""
 
     def shared_bytes(self, width: int) -> int:
-        """Shared memory that Triton takes at most for keys of `width` 16-bit numbers, padded.
+        """Shared memory that Triton takes at most for keys of `width` 16-bit numbers, padded. FP8
+        keys take less: one tile is decoded while the codes of the next arrive.
 
         wgmma reads a tile of keys while the next arrives; mma.sync has it in registers by then.
         """
@@ -50,14 +51,16 @@ WIDE = MlaTile(heads=64, keys=64, stages=2)
 MIDDLE = MlaTile(heads=32, keys=32, stages=2)
 NARROW = MlaTile(heads=16, keys=32, stages=3)
 HOPPER_NARROW = MlaTile(heads=16, keys=64, stages=2, per_core=2)
-"""As many bytes under way as WIDE has."""
+"""As many bytes under way as WIDE has. FP8 keys leave registers for one program only."""
 
 
-def tile_for(num_heads: int, capability: Capability) -> MlaTile:
-    """The tile for so many heads."""
+def tile_for(num_heads: int, capability: Capability, is_fp8: bool = False) -> MlaTile:
+    """The tile for so many heads and keys of the activations' type, or FP8."""
     is_hopper = capability[0] == HOPPER
     if num_heads <= NARROW.heads:
-        return HOPPER_NARROW if is_hopper else NARROW
+        if not is_hopper:
+            return NARROW
+        return replace(HOPPER_NARROW, per_core=1) if is_fp8 else HOPPER_NARROW
     return WIDE if is_hopper and num_heads > MIDDLE.heads else MIDDLE
 
 

@@ -1,8 +1,8 @@
 """Latent attention over the paged cache: one kernel for decodes and prompts, dense and selected.
 
 A program attends with one row's heads, a tile of them, to a part of the keys the row reads. A key
-is read once and used twice: all of it for the scores, its first C numbers as the value. Scores go
-through an online softmax (Milakov and Gimelshein, 2018; FlashAttention-2 for the order of work).
+is read once and used twice: all of it for the scores, its first C numbers as the value. FP8 keys
+become bf16 right after they are loaded, which is exact. Scores go through an online softmax (Milakov and Gimelshein, 2018; FlashAttention-2 for the order of work).
 
 A step of few rows has fewer programs than the GPU has multiprocessors, so the keys of a row are
 split. Every part is written in fp32 with the logarithm of its sum, and a second kernel adds the
@@ -20,11 +20,21 @@ from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.kernels.backend import Backend
+from tetrad.kernels.e4m3 import BLOCK as FP8_BLOCK
+from tetrad.kernels.e4m3 import load_latents
 from tetrad.kernels.experts.grouping import cores_of
 from tetrad.kernels.mla import reference
 from tetrad.kernels.mla.tiles import MlaTile, fitted, splits_for, tile_for
 from tetrad.kernels.ragged import Ragged
-from tetrad.kernels.triton_support import cdiv, constexpr, jit, next_power_of_2, tl, why_not
+from tetrad.kernels.triton_support import (
+    cdiv,
+    constexpr,
+    is_interpreted,
+    jit,
+    next_power_of_2,
+    tl,
+    why_not,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +121,25 @@ def _columns(base, is_row, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @jit()
+def _keys(
+    pool, slot, is_key, C: tl.constexpr, R: tl.constexpr, C_PADDED: tl.constexpr,
+    R_PADDED: tl.constexpr, IS_FP8: tl.constexpr, BY_PTX: tl.constexpr,
+):  # fmt: skip
+    """Latents and rotary keys of some slots. What no row names is not read: it may be anything."""
+    if IS_FP8:
+        CODES: tl.constexpr = C + (C + FP8_BLOCK - 1) // FP8_BLOCK * 4
+        key = pool + slot.to(tl.int64) * (CODES + 2 * R)
+        latent = load_latents(key, is_key, C, C_PADDED, BY_PTX)
+        behind = (key + CODES).to(tl.pointer_type(tl.bfloat16))
+        rotary = _columns(behind, is_key, R, R_PADDED).to(latent.dtype)
+    else:
+        key = pool + slot.to(tl.int64) * (C + R)
+        latent = _columns(key, is_key, C, C_PADDED)
+        rotary = _columns(key + C, is_key, R, R_PADDED)
+    return latent, rotary
+
+
+@jit()
 def _fold(scores, value, largest, total, acc):
     """One step of the online softmax: scores, in powers of two, and values of further keys."""
     raised = tl.maximum(largest, tl.max(scores, 1))
@@ -131,7 +160,7 @@ def attend_kernel(
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TOPK: tl.constexpr,
     ONE_EACH: tl.constexpr, IS_SPLIT: tl.constexpr, C_PADDED: tl.constexpr,
     R_PADDED: tl.constexpr, TOPK_PADDED: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, IS_FP8: tl.constexpr, BY_PTX: tl.constexpr,
 ):  # fmt: skip
     """Attend with BH heads of one row to one part of its keys; TOPK 0: to all it sees.
 
@@ -164,10 +193,7 @@ def attend_kernel(
         else:
             slot = tl.load(pages + tile * BT // PAGE) * PAGE + entry % PAGE
             is_key = entry < seen
-        # What no row names is not read: it may be anything.
-        key = pool + slot.to(tl.int64) * (C + R)
-        latent = _columns(key, is_key, C, C_PADDED)
-        rotary = _columns(key + C, is_key, R, R_PADDED)
+        latent, rotary = _keys(pool, slot, is_key, C, R, C_PADDED, R_PADDED, IS_FP8, BY_PTX)
         scores = tl.dot(q_rotary, rotary.T, tl.dot(q_latent, latent.T))
         scores = tl.where(is_key[None, :], scores * (scale * LOG2_E), -float("inf"))
         largest, total, acc = _fold(scores, latent, largest, total, acc)
@@ -255,6 +281,8 @@ def attend(
         BH=tile.heads,
         BT=tile.keys,
         STAGES=tile.stages,
+        IS_FP8=pool.dtype == torch.uint8,
+        BY_PTX=not is_interpreted(),
         num_warps=tile.warps,
     )
     if num_splits > 1:
@@ -326,7 +354,8 @@ def run(
     _, num_heads, width = queries.shape
     capability = torch.cuda.get_device_capability(queries.device)
     wide = padded(latent_rank) + padded(width - latent_rank)
-    tile = fitted(tile_for(num_heads, capability), wide, capability)
+    tile = tile_for(num_heads, capability, pool.dtype == torch.uint8)
+    tile = fitted(tile, wide, capability)
     splits = splits_of(tile, queries, ragged, selected)
     return attend(queries, pool, ragged, selected, scale, latent_rank, tile, splits)
 

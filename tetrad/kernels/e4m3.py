@@ -1,0 +1,89 @@
+"""FP8 keys in kernels: e4m3 codes to numbers, on GPUs that have no instruction for it too."""
+
+from __future__ import annotations
+
+from tetrad.core.keys import SCALE_BLOCK
+from tetrad.kernels.triton_support import constexpr, jit, tl
+
+EXPONENT_STEP = constexpr(2.0**120)
+"""Between the exponents of e4m3 (bias 7) and of bf16 and fp32 (bias 127)."""
+BLOCK = constexpr(SCALE_BLOCK)
+
+
+def _decode_ptx(is_scaled: bool) -> str:
+    """PTX from four codes in a word, $2, to four bf16 numbers in two, $0 and $1; times the bf16
+    scales in $3 and $4 where `is_scaled`.
+
+    A code's bits, moved, are a bf16 number that is 2^120 times too small; subnormals are kept.
+    The code of NaN becomes 480: what is not finite has to show in the scale. A product is an fma
+    with -0, which Ampere has too.
+    """
+    pairs = "\n".join(
+        f"""
+prmt.b32 pair, $2, 0, {order};
+and.b32 size, pair, 0x7F007F00;
+shr.b32 size, size, 4;
+lop3.b32 pair, pair, 0x80008000, size, 0xEA;
+fma.rn.bf16x2 {"pair" if is_scaled else f"${i}"}, pair, step, minus_zero;
+{f"fma.rn.bf16x2 ${i}, pair, ${i + 3}, minus_zero;" if is_scaled else ""}"""
+        for i, order in enumerate(("0x1404", "0x3424"))
+    )
+    return f"""
+{{
+.reg .b32 pair, size, step, minus_zero;
+mov.b32 step, 0x7B807B80;
+mov.b32 minus_zero, 0x80008000;
+{pairs}
+}}
+"""
+
+
+PTX = constexpr(_decode_ptx(is_scaled=False))
+SCALED_PTX = constexpr(_decode_ptx(is_scaled=True))
+
+
+@jit()
+def _by_arithmetic(codes):
+    bits = codes.to(tl.int32)
+    bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * EXPONENT_STEP
+
+
+@jit()
+def decode(codes, BY_PTX: tl.constexpr):
+    """Numbers of uint8 codes without their scales: bf16, or fp32 not BY_PTX."""
+    if not BY_PTX:
+        return _by_arithmetic(codes)
+    return tl.inline_asm_elementwise(
+        PTX, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+    )
+
+
+@jit()
+def decode_scaled(codes, scales, BY_PTX: tl.constexpr):
+    """Numbers of uint8 codes times fp32 `scales`, which are powers of two."""
+    if not BY_PTX:
+        return _by_arithmetic(codes) * scales
+    return tl.inline_asm_elementwise(
+        SCALED_PTX, "=r,=r,r,r,r", [codes, scales.to(tl.bfloat16)],
+        dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@jit()
+def load_latents(rows, is_row, WIDTH: tl.constexpr, PADDED: tl.constexpr, BY_PTX: tl.constexpr):
+    """[row, column]: WIDTH decoded numbers of the FP8 latents at each address, zeros where there is
+    no row; scales stand right behind the codes."""
+    GROUP: tl.constexpr = PADDED if PADDED < BLOCK else BLOCK
+    GROUPS: tl.constexpr = PADDED // GROUP
+    SCALES: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = is_row[:, None, None]
+    if WIDTH < PADDED:
+        mask = mask & (column < WIDTH)[None, :, :]
+    codes = tl.load(rows[:, None, None] + column[None, :, :], mask=mask, other=0)
+    at = (rows + WIDTH).to(tl.pointer_type(tl.float32))
+    mask = is_row[:, None] & (group < SCALES)[None, :]
+    scales = tl.load(at[:, None] + group[None, :], mask=mask, other=0.0)
+    return decode_scaled(codes, scales[:, :, None], BY_PTX).reshape(rows.shape[0], PADDED)
