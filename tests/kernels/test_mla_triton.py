@@ -92,7 +92,9 @@ def test_compiles_and_fits(
     assert len(kernels) == (2 if splits > 1 else 1)
     attend = kernels[0]
     is_full = tile.heads == WIDE.heads and NEW_COMPILER
-    assert attend.stack_bytes <= (512 if is_full else 0)
+    # ptxas stops at 128 registers on 8.0, and puts an address or two aside
+    few = 16 if capability == 80 and keys == FP8 else 0
+    assert attend.stack_bytes <= (512 if is_full else few)
     assert attend.shared_bytes <= tile.shared_bytes(WIDTH)
     assert tile.shared_bytes(WIDTH) <= shared_bytes_of(divmod(capability, 10))
     for kernel in kernels:

@@ -1,6 +1,6 @@
 """Runs a Gluon kernel on torch, program by program: Gluon has no interpreter.
 
-Layouts are ignored, bf16 is fp32, and copies are done when they are started: so it shows wrong
+Layouts are ignored, bf16 is not rounded, and copies are done when they are started: so it shows wrong
 addresses, masks and sums, but no race.
 """
 
@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.kernels.triton_support import tl
+
 Value = Tensor | int | float
+
+EXACT = torch.float64
+"""Stands for bf16 where a kernel computes."""
+STORED = {EXACT: torch.bfloat16}
+"""What it is in memory that is all bytes."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,14 @@ class Pointer:
 
     def expand_dims(self, axis: int) -> Pointer:
         return Pointer(self.base, torch.as_tensor(self.offset).unsqueeze(axis))
+
+    def to(self, dtype: torch.dtype) -> Pointer:
+        """The same addresses, of numbers of another type."""
+        step = dtype.itemsize // self.base.element_size()
+        offset = torch.as_tensor(self.offset)
+        assert not ((offset >= 0) & (offset % step != 0)).any(), "not aligned"
+        whole = self.base[: len(self.base) // step * step]
+        return Pointer(whole.view(dtype), offset.div(step, rounding_mode="floor"))
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,12 @@ def product(a: Shared, b: Shared, acc: Tensor, is_async: bool = False) -> Tensor
     return acc + a.data @ b.data
 
 
+def fp8_numbers(_ptx: str, _operands: str, values: list[Tensor], **_options: object) -> Tensor:
+    """What the only PTX of these kernels computes: e4m3 codes times scales."""
+    codes, scales = values
+    return codes.contiguous().view(torch.float8_e4m3fn).float() * scales
+
+
 def language(program: int) -> SimpleNamespace:
     """What kernels call `gl`."""
 
@@ -83,7 +104,9 @@ def language(program: int) -> SimpleNamespace:
         return None
 
     return SimpleNamespace(
-        constexpr=object, bfloat16=torch.float32, float32=torch.float32,
+        constexpr=object, bfloat16=EXACT, float32=torch.float32,
+        pointer_type=lambda kind: STORED.get(kind, kind), broadcast=torch.broadcast_tensors,
+        inline_asm_elementwise=fp8_numbers,
         int32=torch.int32, int64=torch.int64,
         BlockedLayout=nothing, SliceLayout=nothing, NVMMADistributedLayout=nothing,
         NVMMASharedLayout=nothing,
@@ -92,7 +115,7 @@ def language(program: int) -> SimpleNamespace:
         zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, _layout: torch.full(shape, value, dtype=dtype),
         allocate_shared_memory=lambda _dtype, shape, _layout: Shared(torch.full(shape, torch.nan)),
-        convert_layout=lambda value, _layout: value,
+        convert_layout=lambda value, _layout, assert_trivial=False: value,
         cdiv=lambda size, part: (size + part - 1) // part,
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
@@ -117,6 +140,8 @@ def on_torch(module: ModuleType, name: str) -> Any:
     """Stands in for the kernel `name` of `module`: `kernel[grid](...)` runs it here."""
 
     names = dict(vars(module))
+    for kernel in [value for value in names.values() if hasattr(value, "arg_names")]:
+        names = kernel.fn.__globals__ | names
 
     def run(grid: tuple[int], *arguments: Any, num_warps: int, **constants: Any) -> None:
         assert num_warps % 4 == 0
@@ -138,6 +163,7 @@ def _plain_functions(names: dict[str, Any], program: int) -> dict[str, Any]:
         "gl": language(program), "hopper": HOPPER, "copy": COPY, "start_copy": start_copy,
         "barrier": nothing_to_wait_for,
     }  # fmt: skip
+    found |= {name: value.value for name, value in names.items() if isinstance(value, tl.constexpr)}
     kernels = {name: value for name, value in found.items() if hasattr(value, "arg_names")}
     for name, value in kernels.items():
         found[name] = FunctionType(value.fn.__code__, found)
