@@ -58,9 +58,7 @@ def test_case(case: Case, tile: MlaTile, splits: int):
 @pytest.mark.parametrize(("tile", "splits"), [(SMALL, 2), (TILES[1], 1)])
 @pytest.mark.parametrize("keys", [ACTIVATION, FP8])
 def test_glm_widths(keys: KeyFormat, tile: MlaTile, splits: int):
-    glm = case(
-        "narrow glm", lens=((1, 100), (2, 20)), H=20, C=512, R=64, topk=0, keys=keys
-    )
+    glm = case("narrow glm", lens=((1, 100), (2, 20)), H=20, C=512, R=64, topk=0, keys=keys)
     (result,) = try_case(MLA, backend(tile, splits), glm, torch.float32, CPU)
     assert result.passes(MLA.contract.tolerance["float32"]), result
 

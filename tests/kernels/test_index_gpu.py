@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.index import SCORE, SELECT, sorted_rows, step_inputs, tied_scores
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.kernels.compare import compare
 from tetrad.kernels.draw import Lens
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 TOLERANCE = SCORE.contract.tolerance["bfloat16"]
 TOPK = 2048
+KEYS = pytest.mark.parametrize("keys", [ACTIVATION, FP8])
 STEPS: dict[str, Lens] = {
     "decodes": ((1, 8191), (1, 1), (1, 2049), (1, 20000), (1, 64)),
     "one": ((1, 1),),
@@ -57,8 +59,8 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def glm(lens: Lens, heads: int = 32) -> dict[str, Any]:
-    return step_inputs(lens, heads, 128, torch.bfloat16, GPU)
+def glm(lens: Lens, heads: int = 32, keys: KeyFormat = ACTIVATION) -> dict[str, Any]:
+    return step_inputs(lens, heads, 128, torch.bfloat16, GPU, keys)
 
 
 def score(inputs: dict[str, Any]) -> Tensor:
@@ -73,9 +75,10 @@ def select(scores: Tensor, seen: Tensor, topk: int = TOPK) -> Tensor:
 
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
-def test_real_sizes_give_what_the_reference_gives(lens: Lens, heads: int):
+@KEYS
+def test_real_sizes_give_what_the_reference_gives(keys: KeyFormat, lens: Lens, heads: int):
     """Scores up to the rounding of sums; of the same scores, the very keys."""
-    inputs = glm(lens, heads)
+    inputs = glm(lens, heads, keys)
     expected = SCORE.backends["torch"](**inputs)
     dirty_memory()
     found = score(inputs)
@@ -101,18 +104,20 @@ def test_selection_among_many_ties(num_rows: int, num_keys: int):
 
 @pytest.mark.parametrize("queries", [1, 2, 4, 8])
 @pytest.mark.parametrize("each", [64, 1024])
-def test_every_tile_gives_the_same_scores(queries: int, each: int):
+@KEYS
+def test_every_tile_gives_the_same_scores(keys: KeyFormat, queries: int, each: int):
     """Each score is one sum, whatever lies beside it."""
-    inputs = glm(STEPS["mixed"])
+    inputs = glm(STEPS["mixed"], keys=keys)
     first = score(inputs)
     found = index_score.scores(**inputs, tile=ScoreTile(queries, stages=3), each=each)
     assert compare(found, first).passes(TOLERANCE)
 
 
 @pytest.mark.parametrize("lens", [STEPS["decodes"], STEPS["mixed"]], ids=["decodes", "mixed"])
-def test_a_hundred_runs_give_the_same_bits(lens: Lens):
+@KEYS
+def test_a_hundred_runs_give_the_same_bits(keys: KeyFormat, lens: Lens):
     """A race between copies and products shows as a moving score."""
-    inputs = glm(lens)
+    inputs = glm(lens, keys=keys)
     seen = inputs["ragged"].seen
     first = score(inputs).clone()
     selected = select(first, seen)
@@ -142,10 +147,11 @@ def test_a_row_does_not_depend_on_what_is_decoded_beside_it():
 
 
 @pytest.mark.parametrize("most", [9000, 40000])
-def test_a_graph_of_decodes_serves_any_lengths(most: int):
+@KEYS
+def test_a_graph_of_decodes_serves_any_lengths(keys: KeyFormat, most: int):
     """Captured for the longest; a padded row has one key, or none."""
     lens = ((1, most),) * 6
-    inputs = glm(lens)
+    inputs = glm(lens, keys=keys)
     ragged: Ragged = inputs["ragged"]
     fresh = replace(ragged)
     score(inputs)
@@ -193,15 +199,17 @@ def test_parts_of_a_step_give_its_scores(monkeypatch: pytest.MonkeyPatch):
         assert whole[rows, part.max_kv_len :].isneginf().all()
 
 
-def test_pages_past_two_to_the_31_elements():
-    """Offsets would wrap with 32 bits: into the pool, and into the scores."""
-    inputs = glm(((1, 4096), (2, 3000)))
+@KEYS
+def test_pages_past_two_to_the_31_elements(keys: KeyFormat):
+    """Offsets would wrap with 32 bits: into the pool, and into the scores. Of FP8 keys, the 31st
+    byte is meant; what no sequence owns is NaN."""
+    inputs = glm(((1, 4096), (2, 3000)), keys=keys)
     ragged: Ragged = inputs["ragged"]
-    expected = score(inputs)
-    num_pages = (1 << 31) // (PAGE_TOKENS * 128) + len(inputs["pool"])
-    pool = torch.zeros(num_pages, PAGE_TOKENS, 128, dtype=torch.bfloat16, device=GPU)
-    far = num_pages - len(inputs["pool"])
-    pool[far:] = inputs["pool"]
+    expected, near = score(inputs), inputs["pool"]
+    far = (1 << 31) // (PAGE_TOKENS * near.shape[-1])
+    pool = near.new_empty(far + len(near), *near.shape[1:])
+    pool.fill_(0xFF if keys == FP8 else torch.nan)
+    pool[far:] = near
     moved = replace(ragged, page_table=ragged.page_table + far)
     assert torch.equal(score(inputs | {"pool": pool, "ragged": moved}), expected)
 

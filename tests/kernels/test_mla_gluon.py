@@ -180,9 +180,7 @@ def test_what_it_is_not_made_for_is_left_to_triton(
 ):
     seen = []
     monkeypatch.setattr(mla_triton, "run", lambda *arguments: seen.append(arguments))
-    other = case(
-        "other", lens=((1, 2),), H=heads, C=width - 64, R=64, topk=0, keys=ACTIVATION
-    )
+    other = case("other", lens=((1, 2),), H=heads, C=width - 64, R=64, topk=0, keys=ACTIVATION)
     inputs = drawn(other, CPU, torch.bfloat16)
     mla_gluon.run(**inputs)
     assert len(seen) == 1

@@ -11,7 +11,8 @@ import torch
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import UnsupportedError
-from tetrad.kernels import canary as canary_module
+from tetrad.core.keys import FP8
+from tetrad.kernels import contract as contract_module
 from tetrad.kernels.backend import Backend, Op, Rounding
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import snapshot
@@ -157,8 +158,23 @@ def test_the_canary_reads_every_case_it_should(monkeypatch: pytest.MonkeyPatch):
     sentence = canary(OPS["mla"], backend, torch.float32, CPU)
     assert sentence is not None
     assert "'selected, glm widths'" in sentence
-    monkeypatch.setattr(canary_module, "CANARY_CASES", 1)
+    monkeypatch.setattr(contract_module, "CANARY_CASES", 1)
     assert canary(OPS["mla"], backend, torch.float32, CPU) is None
+
+
+@pytest.mark.parametrize("op", ["mla", "index_score"])
+def test_the_canary_has_keys_as_they_are_cached(op: str):
+    run = OPS[op].backends["torch"].run
+
+    def reads_no_fp8(**arguments: Any) -> Any:
+        assert arguments["pool"].dtype == torch.float32, "cannot read FP8"
+        return run(**arguments)
+
+    backend = Backend("careless", reads_no_fp8)
+    assert canary(OPS[op], backend, torch.float32, CPU) is None
+    assert "cannot read FP8" in str(canary(OPS[op], backend, torch.float32, CPU, FP8))
+    (choice,) = (row for row in resolve_ops("cpu", keys=FP8).report if row["op"] == op)
+    assert choice["backend"] == "torch"
 
 
 def test_a_backend_that_fails_its_canary_is_refused_with_the_numbers(

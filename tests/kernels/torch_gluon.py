@@ -1,7 +1,7 @@
 """Runs a Gluon kernel on torch, program by program: Gluon has no interpreter.
 
-Layouts are ignored, bf16 is not rounded, and copies are done when they are started: so it shows wrong
-addresses, masks and sums, but no race.
+Layouts are ignored, bf16 is not rounded, and copies are done when they are started: so it shows
+wrong addresses, masks and sums, but no race.
 """
 
 from __future__ import annotations

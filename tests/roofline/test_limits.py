@@ -6,6 +6,7 @@ import pytest
 
 from tests.factories import TINY_GLM
 from tetrad.core.arch import ModelArch
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.core.presets import preset
 from tetrad.core.ranks import Ranks
 from tetrad.roofline.cost import OpCall, StepLoad, step_calls
@@ -18,8 +19,8 @@ WQ_B_MS = 78 * 2048 * 32 * 128 * 2 / 4.3e9
 """The indexer's queries, which a short context has no use for."""
 
 
-def limit_ms(ranks: Ranks, batch: int, context: int, key_bytes: int = 2) -> float:
-    calls = step_calls(GLM, ranks, StepLoad(batch, context, key_bytes))
+def limit_ms(ranks: Ranks, batch: int, context: int, keys: KeyFormat = ACTIVATION) -> float:
+    calls = step_calls(GLM, ranks, StepLoad(batch, context, keys=keys))
     return sum(limits_by_op(calls, H200).values()) / 1e3
 
 
@@ -36,6 +37,15 @@ def test_a_long_context_reads_chosen_keys_and_all_index_keys():
     """21.9 ms with index keys of 132 bytes; with 256 bytes each they take as much longer."""
     longer = 78 * 32 * 8192 * (256 - 132) / 4.3e9
     assert limit_ms(EIGHT, 256, 8192) == pytest.approx(21.9 + longer, rel=0.015)
+
+
+def test_fp8_keys_take_132_and_656_bytes():
+    assert limit_ms(EIGHT, 256, 8192, keys=FP8) == pytest.approx(
+        21.9 - 78 * 32 * 2048 * (1152 - 656) / 4.3e9, rel=0.015
+    )
+    calls = step_calls(GLM, EIGHT, StepLoad(64, 8192, keys=FP8))
+    read = {call.op: call.bytes for call in calls if call.op in ("mla", "index_score")}
+    assert read == {"mla": 8 * 2048 * 656, "index_score": 8 * 8192 * 132}
 
 
 def test_bytes_are_those_of_the_weights():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tetrad.core.keys import FP8, ROTARY_BYTES, SCALE_BLOCK, SCALE_BYTES, latent_bytes, num_scales
+from tetrad.core.keys import SCALE_BLOCK, SCALE_BYTES, num_scales
 from tetrad.formats.weights import E4M3_MAX
 
 LEAST_RATIO = 2.0**-100
@@ -36,7 +36,7 @@ def encode_latents(latent: Tensor, rotary: Tensor) -> Tensor:
     rank = latent.shape[-1]
     groups = num_scales(rank)
     padded = functional.pad(latent.float(), (0, groups * SCALE_BLOCK - rank))
-    blocks = padded.unflatten(-1, (groups, SCALE_BLOCK))
+    blocks = padded.view(*padded.shape[:-1], groups, SCALE_BLOCK)
     scale = scales(blocks.abs().amax(-1))
     codes = _codes(blocks, scale.unsqueeze(-1)).flatten(-2)[..., :rank]
     parts = [codes, _as_bytes(scale), _as_bytes(rotary.bfloat16())]
@@ -51,11 +51,6 @@ def decode_latents(rows: Tensor, rank: int) -> Tensor:
     latent = rows[..., :rank].contiguous().view(torch.float8_e4m3fn).float()
     latent = latent * scale.repeat_interleave(SCALE_BLOCK, dim=-1)[..., :rank]
     return torch.cat([latent, _view_as(rows[..., end:], torch.bfloat16).float()], dim=-1)
-
-
-def rotary_width(row_bytes: int, rank: int) -> int:
-    """R of a token's bytes."""
-    return (row_bytes - latent_bytes(FP8, rank, 0, 0)) // ROTARY_BYTES
 
 
 def encode_index_keys(keys: Tensor) -> Tensor:
@@ -73,7 +68,7 @@ def index_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
     _, page_tokens, row_bytes = pool.shape
     width = row_bytes - SCALE_BYTES
     pages = pool.flatten(1)
-    codes = pages[:, : page_tokens * width].unflatten(1, (page_tokens, width))
+    codes = pages[:, : page_tokens * width].view(-1, page_tokens, width)
     return codes, pages[:, page_tokens * width :].view(torch.float32)
 
 

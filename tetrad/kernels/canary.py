@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.compare import Comparison, compare
-from tetrad.kernels.contract import CANARY_CASES, Case
+from tetrad.kernels.contract import Case
 
 
 def try_case(
@@ -33,9 +34,15 @@ def tolerance_of(op: Op, backend: Backend, dtype: torch.dtype) -> float:
     return promise.tolerance[str(dtype).removeprefix("torch.")]
 
 
-def canary(op: Op, backend: Backend, dtype: torch.dtype, device: torch.device) -> str | None:
+def canary(
+    op: Op,
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+    keys: KeyFormat = ACTIVATION,
+) -> str | None:
     """None when the contract's canary cases come out right, else one sentence."""
-    cases = op.contract.cases[:CANARY_CASES]
+    cases = op.contract.canary_cases(keys)
     sentences = (canary_case(op, backend, case, dtype, device) for case in cases)
     return next((sentence for sentence in sentences if sentence is not None), None)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tetrad import __version__
 from tetrad.core.arch import ModelArch
 from tetrad.core.hardware import DeviceSnapshot
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.core.ranks import Ranks
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import told
@@ -67,10 +68,10 @@ class Found:
     """Would the next start find the same? Not where memory was short."""
 
 
-def contest_cases(op: Op, arch: ModelArch) -> dict[int, Case]:
+def contest_cases(op: Op, arch: ModelArch, keys: KeyFormat = ACTIVATION) -> dict[int, Case]:
     """Tokens of a step → the case at which the op's backends are compared; {} where its shapes do
     not depend on a model."""
-    found = {n: cases_for(op.contract.name, arch, Ranks(), Load(n)) for n in TOKENS}
+    found = {n: cases_for(op.contract.name, arch, Ranks(), Load(n, keys=keys)) for n in TOKENS}
     return {tokens: cases[0] for tokens, cases in found.items() if cases}
 
 
@@ -97,6 +98,8 @@ class Contest:
     budget_s: float = BUDGET_S
     spent_s: float = 0.0
     """Of the budget, what compiling has taken before."""
+    keys: KeyFormat = ACTIVATION
+    """How keys are cached."""
 
     @cached_property
     def cache(self) -> ChoiceCache:
@@ -118,7 +121,7 @@ class Contest:
 
     def decide(self, op: Op, survivors: Sequence[Backend]) -> Outcome:
         """The fastest of at least two backends, in order of preference."""
-        cases = contest_cases(op, self.arch)
+        cases = contest_cases(op, self.arch, self.keys)
         first = (Regime(survivors[0].name, None),)
         if not cases:
             return Outcome(first, "the first choice; its shapes do not depend on the model")

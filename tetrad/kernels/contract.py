@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tetrad.core.keys import ACTIVATION, KeyFormat
+
 BITS_PER_WEIGHT: Mapping[str, float] = {
     "bf16": 16.0,
     "fp8_tensor": 8.0,
@@ -64,7 +66,8 @@ class Contract:
     arguments: tuple[Argument, ...]
     results: tuple[Argument, ...]
     cases: tuple[Case, ...]
-    """The first CANARY_CASES are small and take every branch of the op."""
+    """Of those for each format of keys, where they have one, the first CANARY_CASES are small and
+    take every branch of the op."""
     flops: Callable[[Case], float]
     """Useful floating-point operations; a multiply-add is two."""
     bytes: Callable[[Case, int], float]
@@ -79,6 +82,10 @@ class Contract:
         """Is a result an argument that the op writes to?"""
         names = {argument.name for argument in self.arguments}
         return any(result.name in names for result in self.results)
+
+    def canary_cases(self, keys: KeyFormat = ACTIVATION) -> tuple[Case, ...]:
+        """What a backend must pass at start-up, where keys are cached as `keys`."""
+        return tuple(c for c in self.cases if c.values.get("keys", keys) == keys)[:CANARY_CASES]
 
     @property
     def is_smooth(self) -> bool:

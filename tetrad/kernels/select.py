@@ -17,6 +17,7 @@ import torch
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import UnsupportedError, nearest
 from tetrad.core.hardware import DeviceSnapshot
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
 from tetrad.kernels.choice import BUDGET_S, Attempt, Contest, Outcome
@@ -86,15 +87,16 @@ def resolve_ops(
     dtype: torch.dtype = torch.float32,
     arch: ModelArch | None = None,
     tell: Callable[[str], None] = lambda _sentence: None,
+    keys: KeyFormat = ACTIVATION,
 ) -> OpSet:
-    """Choose for "cpu" or "cuda" and activations of `dtype`.
+    """Choose for "cpu" or "cuda", activations of `dtype`, and keys cached as `keys`.
 
     `forced` maps an op to the backend it must have; "auto" leaves the choice open: on a GPU to the
     fastest at the shapes of `arch` where that is given, else to the first that can run. `tell`
     hears what is being tried and timed. Raises UnsupportedError when a forced op or backend does
     not exist or cannot run here.
     """
-    request = Request(device, dtype, dict(forced or {}), arch)
+    request = Request(device, dtype, dict(forced or {}), arch, keys)
     for name in request.forced:
         if name not in OPS:
             raise UnsupportedError(f"There is no op {name!r}.{nearest(name, OPS)}")
@@ -129,11 +131,13 @@ def resolve_here(
         if verdicts is not None and pair in verdicts:
             return verdicts[pair]
         attempt(op.contract.name, backend.name)
-        return canary(op, backend, dtype, place)
+        return canary(op, backend, dtype, place, request.keys)
 
     contest = None
     if request.arch is not None and here.kind == "cuda":
-        contest = Contest(request.arch, dtype, place, here, tell, attempt, spent_s=spent_s)
+        contest = Contest(
+            request.arch, dtype, place, here, tell, attempt, spent_s=spent_s, keys=request.keys
+        )
     choices = tuple(
         replace(
             choose(OPS[name], forced.get(name, "auto"), here, refusal, contest),

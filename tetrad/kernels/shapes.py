@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.core.ranks import Ranks
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.formats.weights import NVFP4_BLOCK
@@ -37,6 +38,8 @@ class Load:
     """Keys that a decoding sequence holds."""
     tokens_per_expert: int | None = None
     """The experts' load, where it is given instead of `tokens`."""
+    keys: KeyFormat = ACTIVATION
+    """How keys are cached."""
 
 
 def cases_for(op: str, arch: ModelArch, ranks: Ranks, load: Load) -> tuple[Case, ...]:
@@ -240,7 +243,7 @@ def _index_score(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
     index = arch.indexer
     lens = _lens(load)
     name = f"{lens[0][1]} keys"
-    return [case(name, lens=lens, X=index.num_heads, I=index.head_dim)]
+    return [case(name, lens=lens, X=index.num_heads, I=index.head_dim, keys=load.keys)]
 
 
 def _index_select(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
@@ -253,7 +256,7 @@ def _mla(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     mla, topk = arch.mla, arch.indexer.topk
     heads = mla.num_heads // ranks.tp
     is_sparse = max(kv_len for _, kv_len in _lens(load)) > topk
-    values = {"H": heads, "C": mla.kv_lora_rank, "R": mla.rope_dim}
+    values = {"H": heads, "C": mla.kv_lora_rank, "R": mla.rope_dim, "keys": load.keys}
     name = f"{heads} heads, {topk if is_sparse else 'all'} of {load.context} keys"
     return [case(name, lens=_lens(load), topk=topk if is_sparse else 0, **values)]
 

@@ -21,11 +21,12 @@ import torch
 
 from tetrad import __version__
 from tetrad.core.arch import ModelArch
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.choice import BUDGET_S, TOLD_S, contest_cases
 from tetrad.kernels.choice_cache import FILE_NAME, ChoiceCache, cache_folder, source_digest
 from tetrad.kernels.contenders import REFERENCE
-from tetrad.kernels.contract import CANARY_CASES, Case
+from tetrad.kernels.contract import Case
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.trial_pool import PATIENCE_S, Pool, Tried, Unit, num_processes, room_on
@@ -51,6 +52,8 @@ class Request:
     dtype: torch.dtype
     forced: Mapping[str, str] = field(default_factory=dict)
     arch: ModelArch | None = None
+    keys: KeyFormat = ACTIVATION
+    """How keys are cached."""
     scope: Literal["choice", "all"] = "choice"
     """"choice": what a choice calls, canaries and timing. "all": every backend's canary."""
 
@@ -118,6 +121,7 @@ def _about(request: Request) -> dict[str, Any]:
         "backends": {name: list(op.backends) for name, op in OPS.items()},
         "forced": dict(request.forced),
         "arch": None if request.arch is None else asdict(request.arch),
+        "keys": request.keys,
         "scope": request.scope,
         "dtype": str(request.dtype),
         "device": here.name,
@@ -162,7 +166,7 @@ class _Trial:
             wanted = self._wanted(op)
             fresh = [each for each in wanted if (op.contract.name, each.name) not in self.verdicts]
             for backend in fresh:
-                cases = op.contract.cases[:CANARY_CASES]
+                cases = op.contract.canary_cases(self.request.keys)
                 canaries += (self._unit(op, backend, case, 0, CONTEXT_BYTES) for case in cases)
             if len(wanted) > 1 and op.contract.name not in self._forced():
                 shapes += self._shapes(op, fresh)
@@ -197,7 +201,7 @@ class _Trial:
         """Calls at the model's shapes; plain torch compiles nothing."""
         if self.request.arch is None or self.request.scope == "all":
             return []
-        cases = contest_cases(op, self.request.arch)
+        cases = contest_cases(op, self.request.arch, self.request.keys)
         size = self.request.dtype.itemsize
         largest = max((op.contract.bytes(case, size) for case in cases.values()), default=0.0)
         num_bytes = CONTEXT_BYTES + int(COPIES * largest)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.keys import ACTIVATION, KeyFormat, index_bytes, latent_bytes
 from tetrad.core.ranks import Ranks
 from tetrad.kernels.absorb.contract import CONTRACT as ABSORB
 from tetrad.kernels.contract import Case, Contract, case, num_keys
@@ -35,9 +36,11 @@ class StepLoad:
     context: int
     """Keys that each holds, the new ones among them."""
     key_bytes: int = 2
-    """Of one number in the cache."""
+    """Of one number in the cache, where keys have the activations' type."""
     query_len: int = 1
     """Tokens that each computes: one decodes, more are a chunk of a prompt."""
+    keys: KeyFormat = ACTIVATION
+    """How keys are cached."""
 
     def sequences(self, ranks: Ranks) -> int:
         """Those that a rank attends for."""
@@ -87,10 +90,12 @@ def stored_bytes(contract: Contract, shape: Case, key_bytes: int) -> float:
         return contract.bytes(shape, 0)
     bare = replace(shape, values={**shape.values, **_WITHOUT_ROWS[contract.name]})
     if contract.name == "index_score":
-        return contract.bytes(bare, key_bytes) - contract.bytes(bare, 0)
+        each = index_bytes(shape["keys"], shape["I"], key_bytes)
+        return float(num_keys(shape["lens"]) * each)
     if contract.name == "mla":
         # Rows of one prompt may share what they read.
-        once = num_keys(shape["lens"]) * (shape["C"] + shape["R"]) * key_bytes
+        each = latent_bytes(shape["keys"], shape["C"], shape["R"], key_bytes)
+        once = num_keys(shape["lens"]) * each
         return min(contract.bytes(bare, key_bytes), float(once))
     return contract.bytes(bare, key_bytes)
 
@@ -167,6 +172,7 @@ class _Listing:
         yield self._call(
             part, MLA, "latents", lens=self.load.lens(ranks), H=heads,
             C=mla.kv_lora_rank, R=mla.rope_dim, topk=topk if self.load.context > topk else 0,
+            keys=self.load.keys,
         )  # fmt: skip
 
     def indexer(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
@@ -178,7 +184,7 @@ class _Listing:
         yield self._linear(part, "queries", rows, width, arch.mla.q_lora_rank)
         yield self._call(
             part, INDEX_SCORE, "index keys", lens=self.load.lens(ranks),
-            X=index.num_heads, I=index.head_dim,
+            X=index.num_heads, I=index.head_dim, keys=self.load.keys,
         )  # fmt: skip
 
     def dense(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:

@@ -54,6 +54,24 @@ def _fill_hidden(
         tl.store(scores_at[:, None] + key[None, :], hidden, mask=mask)
 
 
+@jit()
+def _page_keys(
+    pool, page, is_key, depth,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, IS_FP8: tl.constexpr, BY_PTX: tl.constexpr,
+):  # fmt: skip
+    """Keys [PAGE, depth] of a page, and their scales where they are FP8."""
+    slot = tl.arange(0, PAGE)
+    mask = is_key[:, None] & (depth < WIDTH)[None, :]
+    here = pool + page.to(tl.int64) * (PAGE * (WIDTH + 4 if IS_FP8 else WIDTH))
+    keys = tl.load(here + slot[:, None] * WIDTH + depth[None, :], mask=mask, other=0)
+    scale = tl.full((PAGE,), 1.0, tl.float32)
+    if IS_FP8:
+        behind = (here + PAGE * WIDTH).to(tl.pointer_type(tl.float32))
+        scale = tl.load(behind + slot, mask=is_key, other=0.0)
+        keys = decode(keys, BY_PTX)
+    return keys, scale
+
+
 @jit(
     do_not_specialize=["num_rows", "num_keys", "page_stride"],
     do_not_specialize_on_alignment=["page_table", "sequences", "seen"],
@@ -102,19 +120,11 @@ def score_kernel(
         page = tl.load(pages + start // PAGE, mask=start < stop, other=0)
         for at in tl.range(start, stop, PAGE, num_stages=STAGES):
             key = at + slot
-            here = pool + page.to(tl.int64) * (PAGE * (WIDTH + 4 if IS_FP8 else WIDTH))
-            k = tl.load(
-                here + slot[:, None] * WIDTH + depth[None, :],
-                mask=(key < most)[:, None] & is_deep[None, :], other=0,
-            )  # fmt: skip
-            if IS_FP8:
-                behind = (here + PAGE * WIDTH).to(tl.pointer_type(tl.float32))
-                scale = tl.load(behind + slot, mask=key < most, other=0.0)
-                k = decode(k, BY_PTX).to(q.dtype)
+            k, scale = _page_keys(pool, page, key < most, depth, WIDTH, PAGE, IS_FP8, BY_PTX)
             # by hand, a step ahead: the compiler would wait for keys whenever it waits for a page
             page = tl.load(pages + at // PAGE + 1, mask=at + PAGE < stop, other=0)
             # a NaN has to show in the score
-            product = tl.dot(k, q, input_precision=PRECISION)
+            product = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
             product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
             weighted = (product * weight[None, :]).reshape(PAGE, QUERIES, HEAD_COLUMNS)
             score = tl.sum(weighted, 2)

@@ -97,8 +97,7 @@ CONTRACT = Contract(
     ),
     flops=lambda c: 2.0 * _pairs(c) * c["H"] * (2 * c["C"] + c["R"]),
     bytes=lambda c, size: (
-        _keys(c) * key_bytes(c, size)
-        + num_rows(c["lens"]) * c["H"] * (2 * c["C"] + c["R"]) * size
+        _keys(c) * key_bytes(c, size) + num_rows(c["lens"]) * c["H"] * (2 * c["C"] + c["R"]) * size
     ),
     tolerance={"float32": 2e-6, "bfloat16": 4e-3},
 )

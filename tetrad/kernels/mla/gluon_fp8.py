@@ -96,9 +96,7 @@ def attend_fp8_kernel(
     key = gl.arange(0, BT, layout=gl.SliceLayout(1, KEYS))
     position = positions(chosen, first_key + key, end_key, seen, TOPK)
     page = pages_of(pages, position, PAGE)
-    codes, scales = _load_codes(
-        k_rotary.index(0), pool, position, page, C, R, PAGE, CODES, KEYS
-    )
+    codes, scales = _load_codes(k_rotary.index(0), pool, position, page, C, R, PAGE, CODES, KEYS)
     position = positions(chosen, first_key + BT + key, end_key, seen, TOPK)
     load_queries(queries, row, first_head, q_latent, q_rotary, H, C, R, BH, KEYS)
     page = pages_of(pages, position, PAGE)

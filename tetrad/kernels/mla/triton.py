@@ -2,7 +2,8 @@
 
 A program attends with one row's heads, a tile of them, to a part of the keys the row reads. A key
 is read once and used twice: all of it for the scores, its first C numbers as the value. FP8 keys
-become bf16 right after they are loaded, which is exact. Scores go through an online softmax (Milakov and Gimelshein, 2018; FlashAttention-2 for the order of work).
+become bf16 right after they are loaded, which is exact. Scores go through an online softmax
+(Milakov and Gimelshein, 2018; FlashAttention-2 for the order of work).
 
 A step of few rows has fewer programs than the GPU has multiprocessors, so the keys of a row are
 split. Every part is written in fp32 with the logarithm of its sum, and a second kernel adds the
