@@ -13,7 +13,7 @@ from tetrad.core.arch import ModelArch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache
-from tetrad.engine.device import device_memory
+from tetrad.kernels.device import device_memory
 from tetrad.kernels.host import usable_cores
 
 ARCH = ModelArch.from_config(TINY_GLM)

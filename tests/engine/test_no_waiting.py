@@ -15,8 +15,8 @@ from tests.factories import tiny_glm_folder
 from tetrad.core.arch import ModelArch
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork, StepPlan
-from tetrad.engine.cuda_graph import waiting_is_an_error
 from tetrad.engine.runner import Runner
+from tetrad.kernels.device import waiting_is_an_error
 from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.layers.cache import KvCache
 from tetrad.models.loader import load_model

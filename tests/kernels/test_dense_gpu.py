@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.dirt import dirty_memory
 from tests.kernels.linear import DrawnDense, draw_dense, relative_error
+from tetrad.kernels.device import waiting_is_an_error
 from tetrad.kernels.experts.tiles import HOPPER
 from tetrad.kernels.linear import triton_dense
 from tetrad.kernels.linear.dense_tiles import HOPPER_TILES, DenseTile
@@ -36,14 +37,6 @@ def tiles() -> list[DenseTile]:
         table = [tile for _, tile in HOPPER_TILES]
         return [replace(tile, is_bulk=is_bulk) for tile in table for is_bulk in (True, False)]
     return [BY_THREADS]
-
-
-def dirty_memory() -> None:
-    """Leave NaN in what the allocator hands out next."""
-    dirt = [
-        torch.full((1 << power,), 0xFF, dtype=torch.uint8, device=GPU) for power in range(9, 27)
-    ]
-    del dirt
 
 
 def check(drawn: DrawnDense, y: Tensor) -> None:
@@ -183,10 +176,5 @@ def test_matrices_on_streams_of_their_own_do_not_meet():
 def test_the_host_never_waits(num_tokens: int):
     drawn = draw_dense(GPU, 2784, 6144, num_tokens)
     triton_dense.run(drawn.x, drawn.weight, torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is told to be a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         triton_dense.run(drawn.x, drawn.weight, torch.float32)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.dirt import dirty_memory
 from tests.kernels.glue import GLUE_OPS, glm_case, sampling_inputs
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.compare import compare
 from tetrad.kernels.contract import Case, case
+from tetrad.kernels.device import waiting_is_an_error
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.timer import CudaTimer
 
@@ -36,26 +36,6 @@ def outputs_of(op: Op, backend: Backend, inputs: dict[str, Any]) -> tuple[Tensor
 
 def same_bits(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def dirty_memory() -> None:
-    """Leave NaN (as integers: -1) in what the allocator hands out next."""
-    dirt = [
-        torch.full((1 << power,), 0xFF, dtype=torch.uint8, device=GPU) for power in range(9, 27)
-    ]
-    del dirt
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Fail where the host waits for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is told to be a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
@@ -179,7 +159,7 @@ def test_the_host_never_waits(name: str):
     op = OPS[name]
     inputs = inputs_of(op, glm_case(name, 33))
     op.backends["triton"].run(**inputs)
-    with no_waiting():
+    with waiting_is_an_error():
         op.backends["triton"].run(**inputs)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.dirt import dirty_memory
 from tests.kernels.index import SCORE, SELECT, sorted_rows, step_inputs, tied_scores
 from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.kernels.compare import compare
+from tetrad.kernels.device import waiting_is_an_error
 from tetrad.kernels.draw import Lens
 from tetrad.kernels.index_score import triton as index_score
 from tetrad.kernels.index_score.triton import ScoreTile
@@ -37,26 +36,6 @@ STEPS: dict[str, Lens] = {
     "mixed": ((1, 8191), (1, 4097), (700, 700), (2, 5000), (1, 3), (333, 6333), (1, 12000)),
     "drafts": ((3, 4099),) * 9,
 }
-
-
-def dirty_memory() -> None:
-    """Leave NaN (as integers: -1) in what the allocator hands out next."""
-    dirt = [
-        torch.full((1 << power,), 0xFF, dtype=torch.uint8, device=GPU) for power in range(9, 29)
-    ]
-    del dirt
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Fail where the host waits for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is told to be a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def glm(lens: Lens, heads: int = 32, keys: KeyFormat = ACTIVATION) -> dict[str, Any]:
@@ -181,7 +160,7 @@ def test_the_host_never_waits(lens: Lens):
     inputs = glm(lens)
     select(score(inputs), inputs["ragged"].seen)
     ragged = replace(inputs["ragged"])
-    with no_waiting():
+    with waiting_is_an_error():
         for rows, part in ragged.parts:
             given = {name: inputs[name][rows] for name in ("queries", "weights")}
             select(score(inputs | given | {"ragged": part}), part.seen)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
+from tests.kernels.dirt import dirty_memory
 from tests.kernels.linear import Drawn, draw_linear, relative_error
+from tetrad.kernels.device import waiting_is_an_error
 from tetrad.kernels.experts.tiles import HOPPER
 from tetrad.kernels.linear import triton as linear_triton
 from tetrad.kernels.linear.tiles import (
@@ -26,14 +26,6 @@ TOLERANCE = 2e-3
 """Relative L2 error of a product rounded once to bf16, which alone makes 1.7e-3."""
 FORMATS = ("nvfp4", "fp8_block", "fp8_tensor")
 MATRICES = ((2048, 6144), (6144, 2048), (12288, 6144), (576, 6144), (6144, 1536))
-
-
-def dirty_memory() -> None:
-    """Leave NaN in what the allocator hands out next."""
-    dirt = [
-        torch.full((1 << power,), 0xFF, dtype=torch.uint8, device=GPU) for power in range(9, 27)
-    ]
-    del dirt
 
 
 def large(format_name: str, out: int, width: int, num_tokens: int, seed: int = 0) -> Drawn:
@@ -143,10 +135,5 @@ def test_matrices_on_streams_of_their_own_do_not_meet():
 def test_the_host_never_waits(format_name: str):
     drawn = large(format_name, 2048, 6144, 16)
     linear_triton.run(drawn.x, drawn.packed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is told to be a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         linear_triton.run(drawn.x, drawn.packed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.dirt import dirty_memory
 from tests.kernels.mla import (
     MLA,
     Lens,
@@ -22,7 +21,7 @@ from tests.kernels.mla import (
 )
 from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.core.step import PAGE_TOKENS
-from tetrad.kernels.device import snapshot
+from tetrad.kernels.device import snapshot, waiting_is_an_error
 from tetrad.kernels.draw import Draw
 from tetrad.kernels.ragged import Ragged
 
@@ -60,14 +59,6 @@ def run(request: pytest.FixtureRequest) -> Run:
     return found
 
 
-def dirty_memory() -> None:
-    """Leave NaN (as integers: -1) in what the allocator hands out next."""
-    dirt = [
-        torch.full((1 << power,), 0xFF, dtype=torch.uint8, device=GPU) for power in range(9, 28)
-    ]
-    del dirt
-
-
 def draw(lens: Lens, topk: int, heads: int = 64, keys: KeyFormat = ACTIVATION) -> dict[str, Any]:
     return drawn(glm_case(f"{lens} {topk}", lens, topk, heads, keys), GPU, torch.bfloat16)
 
@@ -75,18 +66,6 @@ def draw(lens: Lens, topk: int, heads: int = 64, keys: KeyFormat = ACTIVATION) -
 def poisoned(pool: Tensor) -> Tensor:
     """Filled with NaN; with bytes of 0xFF codes, scales and rotary numbers are that too."""
     return pool.fill_(0xFF if pool.dtype == torch.uint8 else torch.nan)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Fail where the host waits for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is told to be a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("heads", [64, 8])
@@ -194,7 +173,7 @@ def test_the_host_never_waits(run: Run, keys: KeyFormat, topk: int):
     lens = ((1, 3000 if topk else 300),) * 20
     inputs = without_host_lengths(draw(lens, topk, keys=keys))
     run(**inputs)
-    with no_waiting():
+    with waiting_is_an_error():
         run(**inputs)
 
 

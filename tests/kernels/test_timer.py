@@ -64,7 +64,15 @@ def test_calls_take_turns():
 def test_a_budget_ends_the_measurement_but_not_before_three_repeats():
     clock = Clock()
     assert WallTimer(clock).time([clock.call_taking(1e5)], budget_s=1.05).repeats == 10
-    assert WallTimer(clock).time([clock.call_taking(5e6)], budget_s=1.0).repeats == MIN_REPEATS
+    assert WallTimer(clock).time([clock.call_taking(9e5)], budget_s=0.5).repeats == MIN_REPEATS
+
+
+def test_a_call_that_takes_the_whole_budget_counts_once():
+    """Other inputs of it are left alone."""
+    clock, others = Clock(), []
+    calls = [clock.call_taking(5e6), lambda: others.append(1)]
+    assert WallTimer(clock).time(calls, budget_s=1.0).repeats == 1
+    assert others == []
 
 
 def test_repeats_on_a_gpu_fit_the_budget():

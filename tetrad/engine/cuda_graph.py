@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +10,7 @@ import torch
 from torch import Tensor
 
 from tetrad.engine.graphs import CannotRecordError
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """torch raises RuntimeError where the host would wait for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it may not see every such place
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+from tetrad.kernels.device import waiting_is_an_error
 
 
 @dataclass(frozen=True, slots=True)

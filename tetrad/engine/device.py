@@ -1,15 +1,14 @@
-"""What of this machine the engine may use: device, memory, threads."""
+"""What of this machine the engine may use: device and threads."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from tetrad.core.errors import UnsupportedError
-from tetrad.kernels.host import CGROUP, Memory, main_memory, usable_cores
+from tetrad.kernels.host import usable_cores
 
 
 def resolve_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -20,15 +19,6 @@ def resolve_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
         )
     has_gpu = wanted != "cpu" and torch.cuda.is_available()
     return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-
-
-def device_memory(device: torch.device, cgroup: Path = CGROUP) -> Memory:
-    """A GPU's memory, or main memory as far as this process's control group allows."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left in torch's own pool is free, too
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        return Memory(total_bytes, free_bytes)
-    return main_memory(cgroup)
 
 
 def use_sensible_threads() -> None:

@@ -21,7 +21,7 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.distributed.rehearsal import Rehearsal
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
-from tetrad.engine.device import device_memory, resolve_device, use_sensible_threads
+from tetrad.engine.device import resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine
 from tetrad.engine.guard import NanGuard
 from tetrad.engine.memory_statement import memory_statement
@@ -31,7 +31,7 @@ from tetrad.engine.runner import Runner
 from tetrad.engine.scheduler import Scheduler
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
-from tetrad.kernels.device import snapshot
+from tetrad.kernels.device import device_memory, snapshot
 from tetrad.kernels.select import FLAG_OPS, OpSet, resolve_ops
 from tetrad.kernels.switch import switchable
 from tetrad.layers.cache import KvCache

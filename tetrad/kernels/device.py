@@ -1,14 +1,19 @@
-"""Reads what a device is."""
+"""Reads what a device is, and watches over the host's waits for it."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from tetrad.core.hardware import DeviceSnapshot
+from tetrad.kernels.host import CGROUP, Memory, main_memory
 
 
 def snapshot(device: str | torch.device) -> DeviceSnapshot:
@@ -56,3 +61,24 @@ def _driver() -> str:
     except pynvml.NVMLError:
         return "unknown"
     return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def device_memory(device: torch.device, cgroup: Path = CGROUP) -> Memory:
+    """A GPU's memory, or main memory as far as this process's control group allows."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left in torch's own pool is free, too
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return Memory(total_bytes, free_bytes)
+    return main_memory(cgroup)
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """torch raises RuntimeError where the host would wait for a GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it may not see every such place
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from tetrad.kernels.contract import Case
+from tetrad.kernels.device import device_memory
 from tetrad.kernels.host import main_memory, usable_processors
 from tetrad.kernels.trial_process import COMMAND, Answer, LostError, Process
 
@@ -75,9 +76,7 @@ def num_processes(num_units: int) -> int:
 
 def room_on(device: str) -> int:
     """Bytes that units may take together."""
-    if torch.device(device).type == "cuda":
-        return int(FREE_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(FREE_SHARE * main_memory().free_bytes)
+    return int(FREE_SHARE * device_memory(torch.device(device)).free_bytes)
 
 
 class Pool:
