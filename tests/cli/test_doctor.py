@@ -40,6 +40,29 @@ def test_tables_show_the_same(tetrad):
         assert word in out
 
 
+def test_tables_say_each_thing_once(tetrad):
+    """One row for each op, and each reason in one line."""
+    _, out, _ = tetrad("doctor", "--device", "cpu")
+    lines = out.splitlines()
+    for name in OPS:
+        assert sum(line.startswith(f"│ {name} ") for line in lines) == 1
+    (refused,) = (line for line in lines if "needs an NVIDIA GPU" in line)
+    assert refused.startswith("triton, cublas, gluon, ")
+    assert out.count("rounds activations to NVFP4") == 1
+    assert len(lines) < 50
+
+
+def test_a_reason_that_holds_for_some_ops_names_them(tetrad, monkeypatch):
+    monkeypatch.setattr(
+        "tetrad.kernels.canary.canary",
+        lambda op, backend, dtype, place: (
+            "wrong numbers" if op.contract.name in ("rope", "mla") else None
+        ),
+    )
+    _, out, _ = tetrad("doctor", "--device", "cpu")
+    assert "torch of rope and mla: wrong numbers" in out.splitlines()
+
+
 def test_a_backend_with_wrong_numbers_is_a_problem(tetrad, monkeypatch):
     """The check is real: make one op wrong and doctor says so and fails."""
     monkeypatch.setattr(

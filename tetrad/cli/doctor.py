@@ -164,6 +164,8 @@ def _print(found: Diagnosis) -> None:
     console.print(_machine_table(found.machine))
     if found.backends:
         console.print(_backend_table(found))
+        for sentence in _reasons(found):
+            print(sentence)
     if found.model:
         name, size_mb = Path(found.model["folder"]).name, found.model["weight_bytes"] / 1e6
         print(
@@ -198,24 +200,41 @@ def _machine_table(machine: Machine) -> Table:
 
 
 def _backend_table(found: Diagnosis) -> Table:
+    """One row an op: what was chosen, what else computed a small case right, what was refused."""
     from rich.table import Table
 
     title = f"Backends on {found.device}, {found.dtype}"
     table = Table(title=title, title_justify="left", caption_justify="left")
-    table.caption = "a backend that is not refused has computed a small case right on this device"
-    for heading in ("op", "backend", "chosen"):
+    table.caption = "chosen and right: has computed a small case right on this device"
+    for heading in ("op", "chosen", "also right", "refused"):
         table.add_column(heading)
-    table.add_column("check", justify="right")
-    table.add_column("why", overflow="fold")
-    for state in found.backends:
-        table.add_row(
-            state.op,
-            state.backend,
-            "yes" if state.is_chosen else "",
-            f"{state.check_ms:.1f} ms",
-            "; ".join(filter(None, (state.remarks, state.refusal or state.reason))),
-        )
+    for op in dict.fromkeys(state.op for state in found.backends):
+        states = [state for state in found.backends if state.op == op]
+        chosen = next((state for state in states if state.is_chosen), None)
+        right = [s.backend for s in states if s.refusal is None and not s.is_chosen]
+        refused = [state.backend for state in states if state.refusal is not None]
+        name = "none" if chosen is None else chosen.backend
+        table.add_row(op, name, ", ".join(right), ", ".join(refused))
     return table
+
+
+def _reasons(found: Diagnosis) -> list[str]:
+    """Each sentence once: why backends are refused, and what to know of those that are not."""
+    said: dict[str, dict[str, list[str]]] = {}
+    ops: dict[str, list[str]] = {}
+    for state in found.backends:
+        ops.setdefault(state.backend, []).append(state.op)
+        for sentence in filter(None, (state.refusal, state.remarks)):
+            said.setdefault(sentence, {}).setdefault(state.backend, []).append(state.op)
+    return [
+        f"{', '.join(_where(name, its, ops[name]) for name, its in who.items())}: {sentence}"
+        for sentence, who in said.items()
+    ]
+
+
+def _where(backend: str, ops: list[str], all_ops: list[str]) -> str:
+    """The backend, and for which ops where that is not all that have it."""
+    return backend if ops == all_ops else f"{backend} of {' and '.join(ops)}"
 
 
 doctor = verb(DoctorConfig, _doctor)
