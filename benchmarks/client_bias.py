@@ -43,7 +43,7 @@ def tetrad(load: Load, cores: list[int]) -> Reported:
     line = json.dumps({"prompt": "a " * 128, "output_len": load.output_tokens})
     prompts.write_text(f"{line}\n" * load.requests)
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tetrad.cli.main", "bench", "serve", "--backend", "vllm"]
+    command = [sys.executable, "-m", "tetrad", "bench", "serve", "--backend", "vllm"]
     command += ["--base-url", load.url, "--dataset-name", "custom", "--dataset-path", str(prompts)]
     command += ["--max-concurrency", str(load.streams), "--workers", str(len(cores))]
     command += ["--warmup-requests", "0", "--output-file", str(result), "--disable-tqdm"]

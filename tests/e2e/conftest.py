@@ -64,7 +64,7 @@ class Served:
 def serving(folder: Path, *flags: str) -> Iterator[Served]:
     """Start a server, wait until it is healthy, end it if the test did not."""
     port, log_path = free_port(), folder / "server.log"
-    command = [sys.executable, "-m", "tetrad.cli.main", "serve", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "tetrad", "serve", "--port", str(port), *flags]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,

@@ -21,7 +21,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 
 def tetrad(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tetrad.cli.main", *arguments]
+    command = [sys.executable, "-m", "tetrad", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
 

@@ -17,7 +17,7 @@ from tetrad.data import embedded_model
 
 
 def tetrad(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tetrad.cli.main", *arguments]
+    command = [sys.executable, "-m", "tetrad", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, **options)
 
 
@@ -73,7 +73,7 @@ def test_a_running_server_is_recognised(served: Served):
     assert is_tetrad(served.url, None)
 
 
-CHAT = [sys.executable, "-m", "tetrad.cli.main", "chat", "--model", str(embedded_model())]
+CHAT = [sys.executable, "-m", "tetrad", "chat", "--model", str(embedded_model())]
 """Naming a model keeps the command from asking a server that happens to run at the usual place."""
 
 

@@ -51,8 +51,11 @@ STANDARD = set(sys.stdlib_module_names)
 
 
 def room(module: str) -> str:
-    """The room of a dotted name inside tetrad; "" for the package itself."""
+    """The room of a dotted name inside tetrad; "" for the package itself. `python -m tetrad` is the
+    door."""
     parts = module.split(".")
+    if parts[1:] == ["__main__"]:
+        return "cli"
     return parts[1] if len(parts) > 1 else ""
 
 

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.house.source import ROOT
+from tetrad.data import embedded_model, model_folder
 
 ENDLESS = {"text": "3", "stream": True, "sampling_params": {"max_new_tokens": 100_000}}
 
@@ -226,3 +228,12 @@ def test_an_engine_that_dies_or_sticks_ends_everything_with_the_reason(
         assert server.end() == 5
         server.wait_for(f"error: {message}")
         assert "Traceback" not in server.said
+
+
+def test_the_embedded_model_goes_by_its_name(tmp_path, monkeypatch):
+    """Unless a folder of that name is here."""
+    monkeypatch.chdir(tmp_path)
+    assert model_folder(None) == model_folder(Path("abacus")) == embedded_model()
+    (tmp_path / "abacus").mkdir()
+    assert model_folder(Path("abacus")) == Path("abacus")
+    assert model_folder(None) == embedded_model()

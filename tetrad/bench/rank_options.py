@@ -18,8 +18,9 @@ class BenchRankConfig(Config):
 
     model: str | None = option(
         None,
-        f"Whose shapes: {', '.join(PRESETS)}, a model folder, or a config.json; weights are drawn. "
-        "Default: glm-5 on a GPU, the embedded model on a CPU.",
+        f"Whose shapes: {', '.join(PRESETS)}, abacus (the embedded model), a model folder, or a "
+        "config.json; weights are drawn. "
+        "Default: glm-5 on a GPU, abacus on a CPU.",
         group="What",
     )
     ranks: str = option(

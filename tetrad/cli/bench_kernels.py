@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from itertools import chain
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tetrad.bench.kernels_options import BenchKernelsConfig
+from tetrad.cli.bench_files import check_writable
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import BenchFailure, ConfigError, UnsupportedError, nearest
@@ -154,24 +154,13 @@ def model_shapes(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
     """What to call the model, and its shapes."""
     from tetrad.core.arch import ModelArch
     from tetrad.core.presets import PRESETS, shapes_of
-    from tetrad.data import embedded_model
+    from tetrad.data import NAME, model_folder
 
-    if name is None and device_kind == "cpu":
-        return "abacus", ModelArch.from_folder(embedded_model())
-    name = name or PRESETS[0]
+    if name is None:
+        name = NAME if device_kind == "cpu" else PRESETS[0]
+    if name == NAME:
+        return NAME, ModelArch.from_folder(model_folder(Path(name)))
     return name, shapes_of(name)
-
-
-def check_writable(flag: str, path: Path | None) -> None:
-    """Raise ConfigError before the work where its result could not be written."""
-    if path is None:
-        return
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no such folder.")
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path}: this cannot be written to.")
 
 
 def append(row: Record, path: Path) -> None:

@@ -32,11 +32,13 @@ app.command(
     help="Serve a model over HTTP: OpenAI's API and SGLang's native routes.\n\n"
     "Without MODEL it serves Abacus, the tiny model that ships with Tetrad and can add. SIGTERM "
     "lets running requests finish.",
+    usage="Usage: tetrad serve [OPTIONS] [MODEL]",
     sort_key=1,
 )
 app.command(
     "tetrad.cli.chat:chat",
     name="chat",
+    usage="Usage: tetrad chat [OPTIONS] [PROMPT]",
     help="Ask a model one question, or talk with it; starts a server when none is running.",
     sort_key=2,
 )
@@ -59,6 +61,7 @@ bench.command(
 bench.command(
     "tetrad.cli.bench_compare:bench_compare",
     name="compare",
+    usage="Usage: tetrad bench compare [OPTIONS] A B",
     help="Put the same load on two servers in turns, and say whether they differ by more than "
     "chance.",
 )
@@ -169,7 +172,3 @@ def _unknown(error: UnknownOptionError) -> str:
 
 def _sentence(error: CycloptsError) -> str:
     return " ".join(str(error).split())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

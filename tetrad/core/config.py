@@ -18,9 +18,14 @@ from tetrad.core.ranks import Ranks
 
 
 class Config(BaseModel):
-    """A frozen model whose unknown keys are errors that name the nearest known one."""
+    """A frozen model whose unknown keys are errors that name the nearest known one.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    A number must be finite, unless its field says `allow_inf_nan`.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
@@ -73,7 +78,8 @@ class ServeConfig(Config):
 
     model: Path | None = option(
         None,
-        "Model folder (config.json, safetensors, tokenizer.json). Default: the embedded model.",
+        "Model folder (config.json, safetensors, tokenizer.json), or abacus, the embedded model. "
+        "Default: abacus.",
         aliases=("--model-path",),
         group="Model",
     )

@@ -27,7 +27,7 @@ from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UnsupportedError
 from tetrad.core.messages import EngineProgress
-from tetrad.data import embedded_model
+from tetrad.data import NAME, model_folder
 from tetrad.engine.client import EngineClient
 from tetrad.server.app import build_app
 from tetrad.server.console import Console
@@ -66,10 +66,11 @@ def _resolve(config: ServeConfig) -> ServeConfig:
         raise UnsupportedError(
             f"--tp {config.tp} is not supported in this version; leave it out to use one device."
         )
-    folder = config.model or embedded_model()
+    folder = model_folder(config.model)
     if config.load_format == "auto" and not folder.is_dir():
         raise ConfigError(
-            f"{folder} is not a folder; MODEL is a folder with config.json (nothing is downloaded)."
+            f"{folder} is not a folder; MODEL is a folder with config.json (nothing is "
+            f"downloaded), or {NAME}, the embedded model."
         )
     name = config.served_model_name or folder.resolve().name
     return config.model_copy(update={"model": folder, "served_model_name": name})

@@ -14,7 +14,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import RequestError, nearest
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.presets import served_shapes
-from tetrad.data import embedded_model
+from tetrad.data import embedded_model, model_folder
 from tetrad.server import reasoning, tools
 from tetrad.server.chat_template import ChatTemplate
 from tetrad.server.sampling import SamplingDefaults
@@ -47,7 +47,7 @@ class ServedModel:
     @classmethod
     def load(cls, config: ServeConfig) -> ServedModel:
         """Read the folder. Raises CheckpointError or ConfigError with a sentence."""
-        folder = config.model or embedded_model()
+        folder = model_folder(config.model)
         text_folder = _text_folder(folder, config.load_format)
         template = ChatTemplate.from_folder(text_folder, config.chat_template)
         source = template.source if template is not None else ""

@@ -1,0 +1,7 @@
+"""`python -m tetrad`."""
+
+import sys
+
+from tetrad.cli.main import main
+
+sys.exit(main())
