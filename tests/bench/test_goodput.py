@@ -10,7 +10,7 @@ from tetrad.bench.goodput import goodput, parse_objectives
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.summary import disagreement
 from tetrad.core.errors import ConfigError
-from tetrad.core.records import Failure, RequestRecord
+from tetrad.core.records import BenchRun, Failure, RequestRecord
 
 
 def request(index: int, ttft_ms: float, tpot_ms: float | None, e2e_s: float, **more):
@@ -100,9 +100,17 @@ def test_what_was_asked_is_told_without_secrets():
     }
 
 
+def of_a_file(of_random_prompts: BenchRun) -> BenchRun:
+    workload = of_random_prompts.workload.model_copy(update={"dataset": "custom"})
+    return of_random_prompts.model_copy(update={"workload": workload})
+
+
 def test_counts_that_disagree_are_flagged():
     agree = run(output_tokens=1000, output_tokens_retokenized=990)
-    assert list(disagreement(agree)) == []
+    assert list(disagreement(of_a_file(agree))) == []
     apart = run(output_tokens=1000, output_tokens_retokenized=900, token_source="server")
-    (note,) = disagreement(apart)
+    (note,) = disagreement(of_a_file(apart))
+    assert list(disagreement(apart)) == []
+    far = run(output_tokens=1000, output_tokens_retokenized=400, token_source="server")
+    assert len(list(disagreement(far))) == 1
     assert "1000 output tokens, the client's tokenizer 900 for the same text, 10.0% apart" in note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -237,6 +238,23 @@ def test_what_does_not_fit_the_budget_is_skipped_not_lost(monkeypatch: pytest.Mo
     assert [row.status for row in found] == ["skipped"]
     assert "--budget-s" in found[0].detail
     assert worst(found) == ""
+
+
+def test_a_cell_that_would_take_longer_than_is_left_is_not_begun():
+    """As the one before it of the same op did."""
+
+    class SlowTimer(FixedTimer):
+        def time(self, calls: Sequence[Callable[[], object]], budget_s: float) -> CallTime:
+            if "experts" in getattr(getattr(calls[0], "func", None), "__module__", ""):
+                time.sleep(2.0)
+            return super().time(calls, budget_s)
+
+    timer = SlowTimer()
+    found = rows(plan("experts", "rope", tokens=(1, 2, 3), budget_s=3.5), timer)
+    status = [(row.op, row.status) for row in found]
+    assert status.count(("experts", "ok")) == 1
+    assert status.count(("experts", "skipped")) == 2
+    assert ("rope", "ok") in status
 
 
 def test_an_op_that_changes_its_argument_is_given_a_fresh_one_each_time():

@@ -42,6 +42,12 @@ def test_records_are_lines_of_json(tetrad, tmp_path: Path):
     assert all(r.step.method == "wall" and r.ops for r in records)
 
 
+def test_the_embedded_model_goes_by_its_name(tetrad):
+    code, out, _ = tetrad(*RANK, "--batch", "1", "--context", "70", "--model", "abacus")
+    assert code == 0
+    assert "abacus, 6 of 6 layers" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -57,6 +63,10 @@ def test_records_are_lines_of_json(tetrad, tmp_path: Path):
         (("--output-file", "nowhere/x"), "there is no such folder"),
         (("--output-file", "."), "this is a folder; name a file in it"),
         (("--moe-runner-backend", "tritan"), "no backend 'tritan'"),
+        (("--ranks", ""), "a layout was expected, such as tp=8"),
+        (("--batch", "1000000"), "sequences with 256 each take 623 GB, and cpu has"),
+        (("--link-gb-per-s", "inf"), "--link-gb-per-s inf: input should be a finite number."),
+        (("--link-gb-per-s", "nan"), "--link-gb-per-s nan: input should be a finite number."),
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(tetrad, arguments: tuple[str, ...], sentence: str):

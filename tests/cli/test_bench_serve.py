@@ -110,7 +110,47 @@ def test_nobody_there(tetrad, prompts):
     code, out, err = tetrad("bench", "serve", "--base-url", url, *arguments, "--ready", "0.1")
     assert code == 6
     assert out == ""
-    assert err.startswith(f"error: No server answers at {url}: cannot connect")
+    waits, error = err.splitlines()
+    assert waits.startswith(
+        f"waiting up to 0.1 s (--ready-check-timeout-sec) for a server at {url}: cannot connect"
+    )
+    assert error.startswith(f"error: No server answers at {url}: cannot connect")
+
+
+def test_a_file_is_read_before_a_server_is_waited_for(tetrad, tmp_path):
+    arguments = ["--dataset-name", "custom", "--base-url", "http://127.0.0.1:9", "--ready", "60"]
+    began = time.monotonic()
+    code, _, err = tetrad("bench", "serve", *arguments, "--dataset-path", str(tmp_path / "no"))
+    assert (code, "there is no such file" in err) == (2, True)
+    (tmp_path / "bad").write_text('{"prompt": "a"}\n{')
+    code, _, err = tetrad("bench", "serve", *arguments, "--dataset-path", str(tmp_path / "bad"))
+    assert (code, "line 2: not valid JSON" in err) == (2, True)
+    assert time.monotonic() - began < 30
+
+
+def test_results_are_not_put_where_they_cannot_be(tetrad, prompts, tmp_path):
+    """Before a server is looked for."""
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts]
+    for flag in ("--output-file", "--html", "--csv"):
+        code, _, err = tetrad("bench", "serve", *arguments, flag, str(tmp_path))
+        assert (code, err) == (
+            2, f"error: {flag} {tmp_path}: this is a folder; name a file in it.\n"
+        )  # fmt: skip
+    (tmp_path / "taken").mkdir()
+    more = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "taken"]
+    code, _, err = tetrad("bench", "serve", *arguments, *more)
+    assert (code, "this is a folder" in err) == (2, True)
+
+
+def test_a_profile_is_shown_whole(tetrad, prompts):
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts]
+    with beside(MockServer()) as url:
+        code, out, _ = tetrad(
+            "bench", "serve", "--base-url", url, *arguments, "--rate-profile", "40:0.05", "20-80:1"
+        )
+    assert code == 0
+    (row,) = (line for line in out.splitlines() if line.startswith("Traffic request rate:"))
+    assert row.split(":", 1)[1].strip() == "40:0.05 20-80:1 (mean 31.0157)"
 
 
 def test_abbreviations_are_taken_where_they_are_unique(tetrad, prompts):

@@ -164,6 +164,10 @@ def test_only_a_tetrad_server_is_spoken_to_unasked():
 
 
 def test_nobody_there(tetrad):
-    code, _, err = tetrad("chat", "Hi", "--url", "http://127.0.0.1:9")
-    assert code == 1
-    assert err.startswith("error: no server answers at http://127.0.0.1:9")
+    for verb in (("chat", "Hi"), ("eval",)):
+        code, _, err = tetrad(*verb, "--url", "http://127.0.0.1:9")
+        assert code == 2
+        assert err == (
+            "error: --url http://127.0.0.1:9: no server answers there (Connection refused); start "
+            "one with `tetrad serve`, or leave --url out, and one is started for the occasion.\n"
+        )

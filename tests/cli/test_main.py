@@ -52,6 +52,35 @@ def test_help_of_a_verb_imports_nothing_heavy(verb: str):
     assert not unwanted
 
 
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "tetrad", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"tetrad {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("serve", "tetrad serve [OPTIONS] [MODEL]"),
+        ("chat", "tetrad chat [OPTIONS] [PROMPT]"),
+        ("bench compare", "tetrad bench compare [OPTIONS] A B"),
+    ],
+)
+def test_help_names_what_has_its_place(tetrad, verb: str, usage: str):
+    _, out, _ = tetrad(*verb.split(), "--help")
+    assert out.splitlines()[0].rstrip() == f"Usage: {usage}"
+
+
+def test_numbers_are_finite_unless_infinity_means_something(tetrad):
+    code, _, err = tetrad("serve", "--drain-timeout", "inf")
+    assert (code, err) == (2, "error: --drain-timeout inf: input should be a finite number.\n")
+    code, _, err = tetrad("bench", "serve", "--request-rate", "nan")
+    assert (code, err) == (2, "error: --request-rate nan: input should be greater than 0.\n")
+    code, _, err = tetrad("serve", "--rehearse", "")
+    assert (code, "a layout was expected" in err) == (2, True)
+
+
 def test_version(tetrad):
     assert tetrad("--version") == (0, f"tetrad {package.__version__}\n", "")
 

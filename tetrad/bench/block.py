@@ -75,7 +75,7 @@ def _section(title: str, name: str, spread: Spread | None) -> list[str]:
 
 def _totals(run: BenchRun) -> Iterator[str]:
     yield _row("Backend:", run.backend)
-    yield _row("Traffic request rate:", str(run.workload.request_rate))
+    yield _row("Traffic request rate:", _rate(run))
     yield _row("Max request concurrency:", run.workload.max_concurrency or "not set")
     yield _row("Successful requests:", run.completed)
     yield _row("Failed requests:", run.failed)
@@ -93,6 +93,13 @@ def _totals(run: BenchRun) -> Iterator[str]:
     yield _row("Peak concurrent requests:", run.peak_concurrency)
     yield _row("Total token throughput (tok/s):", run.input_throughput + run.output_throughput)
     yield _row("Concurrency:", run.concurrency)
+
+
+def _rate(run: BenchRun) -> str:
+    """Of a profile all its pieces, and the mean that they came to."""
+    pieces = run.asked.get("rate_profile")
+    mean = str(run.workload.request_rate)
+    return f"{' '.join(pieces)} (mean {mean})" if pieces else mean
 
 
 def _what_ran(run: BenchRun) -> list[str]:

@@ -52,16 +52,23 @@ class Marked:
 
 
 async def evaluate(
-    url: str, headers: dict[str, str], exam: Exam, on_finished: Callable[[Trace], None]
+    url: str,
+    headers: dict[str, str],
+    exam: Exam,
+    on_finished: Callable[[Trace], None],
+    say: Callable[[str], None],
 ) -> EvalRun:
-    """Ask everything, mark it. Raises BenchFailure when no server answers or it was interrupted."""
+    """Ask everything, mark it; `say` hears what is waited for.
+
+    Raises BenchFailure when no server answers or it was interrupted.
+    """
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     problems = [
         p for kind in exam.kinds for p in held_out_problems(kind, exam.num_problems, exam.seed)
     ]
     client = Client(url, headers, REQUEST_TIMEOUT_S)
     try:
-        model = (await target.find(client, PATIENCE_S)).model
+        model = (await target.find(client, PATIENCE_S, say)).model
         load = Load(
             path=CHAT.path,
             bodies=[json.dumps(body(problem, model, exam)).encode() for problem in problems],

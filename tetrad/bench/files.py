@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def lines_of(path: Path) -> list[tuple[str, Line]]:
     """(where it is, parsed object) for each entry of a JSONL file or a JSON list."""
     if not path.is_file():
         raise ConfigError(f"--dataset-path {path}: there is no such file.")
+    found = path.stat()
+    return _lines_of(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=1)
+def _lines_of(path: Path, _mtime_ns: int, _size: int) -> list[tuple[str, Line]]:
+    """Read once although it is looked at before the server is, and by every repetition."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

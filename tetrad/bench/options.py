@@ -25,6 +25,7 @@ class BenchServeConfig(TelemetryOptions):
         "Mean requests per second; inf sends all at once.",
         group="Load",
         gt=0.0,
+        allow_inf_nan=True,
     )
     burstiness: float = option(
         1.0,
@@ -32,6 +33,7 @@ class BenchServeConfig(TelemetryOptions):
         "Poisson, below 1 comes in bursts, inf is constant.",
         group="Load",
         gt=0.0,
+        allow_inf_nan=True,
     )
     rate_profile: tuple[str, ...] = option(
         (),
@@ -80,7 +82,6 @@ class BenchServeConfig(TelemetryOptions):
         "Seconds the server may wait for running requests before it flushes.",
         group="Load",
         gt=0.0,
-        allow_inf_nan=False,
     )
 
     output_file: Path | None = option(

@@ -151,9 +151,7 @@ class WorkloadOptions(ServerOptions):
         "zipf: each conversation's group is drawn with probability 1 / rank ** alpha.",
         group="Shared prefix",
     )
-    gsp_zipf_alpha: float | None = option(
-        None, "Alpha of zipf.", group="Shared prefix", gt=0.0, allow_inf_nan=False
-    )
+    gsp_zipf_alpha: float | None = option(None, "Alpha of zipf.", group="Shared prefix", gt=0.0)
 
     mooncake_slowdown_factor: float = option(
         1.0, "Stretch a trace's time stamps by this factor.", group="Trace", gt=0.0

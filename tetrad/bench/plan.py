@@ -11,6 +11,7 @@ from tetrad.bench.arrivals import due_times, in_words
 from tetrad.bench.backends import Body, ignores_eos, most_tokens, protocol, write_body
 from tetrad.bench.client import Client
 from tetrad.bench.datasets import FILES, build
+from tetrad.bench.files import lines_of
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.tokens import Vocabulary
 from tetrad.bench.workload import Prompt, Seeds
@@ -44,11 +45,14 @@ class Plan:
 async def prepare(
     config: BenchServeConfig, client: Client, say: Callable[[str], None], repetition: int = 0
 ) -> Plan:
-    """Look at the server, draw the prompts, write the bodies; others for each `repetition`.
+    """Read the file, look at the server, draw the prompts, write the bodies; others for each
+    `repetition`.
 
     Raises BenchFailure when no server answers, ConfigError when the workload cannot be sent.
     """
-    found = await target.find(client, config.ready_check_timeout_sec)
+    if config.dataset_path is not None:
+        lines_of(config.dataset_path)
+    found = await target.find(client, config.ready_check_timeout_sec, say)
     model = config.model or found.model
     if model is None and protocol(config.backend).path != "/generate":
         raise ConfigError(f"{config.url}/v1/models names no model; give --model.")

@@ -26,7 +26,7 @@ from tetrad.core.ranks import Ranks
 from tetrad.core.records import CallTime, Ceilings
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.distributed.rehearsal import Rehearsal, Routing, Traffic
-from tetrad.kernels.device import snapshot
+from tetrad.kernels.device import device_memory, snapshot
 from tetrad.kernels.select import OP_NAMES, OpSet, resolve_ops
 from tetrad.kernels.timer import Timer, timer_for
 from tetrad.layers.batch import ForwardBatch
@@ -118,6 +118,7 @@ class Stage:
         tell("measuring what the device can do at best")
         self.ceilings, self.rates = _rates(plan, timer)
         most = max(map(plan.sequences, plan.batches))
+        self._check_keys(most * _pages(plan.context))
         self.rehearsal = Rehearsal(
             plan.ranks, plan.arch, most_rows=most * plan.query_len, routing=plan.routing,
             seed=plan.seed, device=plan.device, dtype=plan.dtype,
@@ -129,6 +130,20 @@ class Stage:
         self.model = _model(plan, self.watched, self.rehearsal)
         self.trace.watch(self.model)
         self.cache = filled_cache(self.model, most * _pages(plan.context), plan)
+
+    def _check_keys(self, num_pages: int) -> None:
+        """Raise ConfigError where memory does not hold as many pages: a CPU's allocator says so in
+        its own words, or not until the system ends the process."""
+        plan = self.plan
+        page_bytes = KvCache.bytes_per_page(plan.ranks.arch_of(plan.arch), plan.dtype)
+        free_bytes = device_memory(plan.device).free_bytes
+        if num_pages * page_bytes > free_bytes:
+            raise ConfigError(
+                f"The keys of {max(plan.batches)} sequences with {plan.context} each take "
+                f"{num_pages * page_bytes / 1e9:.3g} GB, and {plan.device} has "
+                f"{free_bytes / 1e9:.3g} GB free; a smaller --batch, a shorter --context or fewer "
+                "--num-layers take less."
+            )
 
     def timed(self, batch: int) -> TimedStep:
         """Run a step, count what it would receive, and time it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ class Target:
     """Why nothing is known: what went wrong when it was asked."""
 
 
-async def find(client: Client, patience_s: float) -> Target:
-    """Wait until the server is ready. Raises BenchFailure when it never is, unless there is no
-    patience at all: then the run may start and count its failures."""
+async def find(client: Client, patience_s: float, say: Callable[[str], None]) -> Target:
+    """Wait until the server is ready; `say` hears what for, once. Raises BenchFailure when it never
+    is, unless there is no patience at all: then the run may start and count its failures."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
+    is_told = False
     while True:
         try:
             return await _describe(client)
@@ -44,6 +46,12 @@ async def find(client: Client, patience_s: float) -> Target:
                 if patience_s == 0:
                     return Target(None, None, silence)
                 raise BenchFailure(silence) from error
+            if not is_told:
+                say(
+                    f"waiting up to {patience_s:g} s (--ready-check-timeout-sec) for a server at "
+                    f"{client.url}: {in_words(error)}"
+                )
+                is_told = True
         await asyncio.sleep(min(POLL_S, max(0.0, deadline - loop.time())))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -29,12 +30,10 @@ def check_folders(config: BenchServeConfig, **more: Path | None) -> None:
     """Refuse before the load what could not be written after it."""
     files = {"output_file": config.output_file, "html": config.html, "csv": config.csv, **more}
     for name, path in files.items():
-        if path is not None and not path.parent.is_dir():
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {path}: there is no such folder.")
+        check_writable("--" + name.replace("_", "-"), path)
     for name, folder in (("result-dir", config.result_dir), ("png", config.png)):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"--{name} {folder}: there is no such folder.")
+        if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise ConfigError(f"--{name} {folder}: this is no folder that can be written to.")
     if config.png is not None:
         from tetrad.bench.pyplot import require_matplotlib
 
@@ -44,6 +43,21 @@ def check_folders(config: BenchServeConfig, **more: Path | None) -> None:
             f"--result-filename {config.result_filename}: it must be a name without folders; "
             "--result-dir says where."
         )
+    if config.save_result:
+        folder = config.result_dir or Path()
+        check_writable("--result-filename", folder / (config.result_filename or "result.json"))
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Raise ConfigError before the work where its result could not be written."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no such folder.")
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path}: this cannot be written to.")
 
 
 def command() -> str:

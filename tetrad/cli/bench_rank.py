@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from tetrad.bench.rank_options import BenchRankConfig
-from tetrad.cli.bench_kernels import PLAIN_WIDTH, append, check_writable, model_shapes, where
+from tetrad.cli.bench_files import check_writable
+from tetrad.cli.bench_kernels import PLAIN_WIDTH, append, model_shapes, where
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import ConfigError

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tetrad.bench.sse import EventParser
-from tetrad.cli.child import DIRECT, server
+from tetrad.cli.child import DIRECT, nobody, server
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import DIM, PLAIN, Narrator
 from tetrad.cli.options import ChatConfig
@@ -104,7 +104,7 @@ class Conversation:
         except urllib.error.HTTPError as error:
             raise TetradError(_refusal(error)) from None
         except urllib.error.URLError as error:
-            raise TetradError(f"no server answers at {self._url}: {error.reason}") from None
+            raise nobody(self._url, error.reason) from None
         assert isinstance(answer, http.client.HTTPResponse)
         return answer
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from tetrad.bench.options_server import server_url
 from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import ServerChoice
-from tetrad.core.errors import EngineDiedError, TetradError, UserError
+from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UserError
 
 USUAL_URL = "http://127.0.0.1:30000"
 GLANCE_S = 2.0
@@ -38,14 +39,36 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @contextlib.contextmanager
 def server(choice: ServerChoice, narrator: Narrator) -> Iterator[str]:
-    """Address of a server that answers; one that was started is ended with the block."""
+    """Address of a server that answers; one that was started is ended with the block. Raises
+    ConfigError when the one that was named does not answer."""
     if choice.url is not None:
-        yield server_url(choice.url)
+        url = server_url(choice.url)
+        _reach(url)
+        yield url
     elif choice.model is None and is_tetrad(USUAL_URL, choice.api_key):
         yield USUAL_URL
     else:
         with started(choice.model, choice.api_key, narrator) as url:
             yield url
+
+
+def _reach(url: str) -> None:
+    """Raise ConfigError where nobody listens."""
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), GLANCE_S).close()
+    except OSError as error:
+        raise nobody(url, error) from None
+
+
+def nobody(url: str, error: object) -> ConfigError:
+    """The sentence for a server that does not answer."""
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return ConfigError(
+        f"--url {url}: no server answers there ({why}); start one with `tetrad serve`, or leave "
+        "--url out, and one is started for the occasion."
+    )
 
 
 def is_tetrad(url: str, api_key: str | None) -> bool:
@@ -105,7 +128,7 @@ def free_port() -> int:
 
 def _command(model: Path | None, port: int) -> list[str]:
     """Without the key, which everyone on the machine could read in a command line."""
-    command = [sys.executable, "-m", "tetrad.cli.main", "serve"]
+    command = [sys.executable, "-m", "tetrad", "serve"]
     command += [] if model is None else [str(model)]
     return [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
 

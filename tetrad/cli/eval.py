@@ -32,7 +32,13 @@ def _evaluate(config: EvalConfig) -> int:
         narrator.begin(len(exam.kinds) * exam.num_problems)
         try:
             run = asyncio.run(
-                evaluate(url, headers, exam, lambda t: narrator.finished(t.failure is not None))
+                evaluate(
+                    url,
+                    headers,
+                    exam,
+                    lambda t: narrator.finished(t.failure is not None),
+                    narrator.say,
+                )
             )
         finally:
             narrator.end()

@@ -43,6 +43,8 @@ class Ranks:
             if not number.isdecimal() or int(number) < least:
                 raise ValueError(f"{name} must be a whole number from {least} on")
             found[name] = int(number)
+        if not found:
+            raise ValueError("a layout was expected, such as tp=8,ep=8,attn_dp=8,rank=0")
         return cls(**found)
 
     def __str__(self) -> str:
