@@ -12,7 +12,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.load import load_engine
-from tetrad.engine.prepare import graph_sizes, largest_step, without_effect
+from tetrad.engine.prepare import graph_sizes, largest_step, prompt_steps, without_effect
 from tetrad.engine.runner import Runner
 
 
@@ -77,6 +77,25 @@ def test_the_largest_step_fills_the_budget(step: int, context: int):
         assert set(work.pages) == {16}
         assert len(work.pages) * PAGE_TOKENS >= work.num_kv_tokens
         assert work.sample is not None
+
+
+@pytest.mark.parametrize(("context", "topk"), [(512, 32), (512, 512), (40, 32), (20, 32)])
+def test_prompts_of_every_size_and_kind_are_tried(context: int, topk: int):
+    limits = make_limits(16, running=4, step=96, context=context)
+    plans = list(prompt_steps(limits, topk, scratch_page=16))
+    sizes = {"short": set[int](), "sparse": set[int]()}
+    for plan in plans:
+        assert len(plan.sequences) <= 4
+        assert plan.num_tokens <= 96
+        for work in plan.sequences:
+            assert work.num_kv_tokens <= context
+            assert set(work.pages) == {16}
+            assert len(work.pages) * PAGE_TOKENS >= work.num_kv_tokens
+        longest = max(work.num_kv_tokens for work in plan.sequences)
+        sizes["sparse" if longest > topk else "short"].add(plan.num_tokens)
+    all_sizes = {1, 2, 4, 8, 16, 32, 64}
+    assert sizes["short"] == all_sizes
+    assert sizes["sparse"] == {size for size in all_sizes if topk + size <= context}
 
 
 def test_the_largest_step_runs_on_a_cache_nobody_has_written_to(tmp_path: Path):

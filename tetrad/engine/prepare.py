@@ -1,9 +1,9 @@
-"""What happens on a GPU between loading and serving: the largest step is tried, decode steps are
-recorded."""
+"""What happens on a GPU between loading and serving: the largest step is tried, prompts of every
+kind are computed once, decode steps are recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from tetrad.engine.cuda_graph import CudaRecorder
 from tetrad.engine.graphs import GraphPlan, usual_sizes
 from tetrad.engine.runner import Runner
 
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9)
 MARGIN_BYTES = 256 << 20
 """Left beside the largest step's memory: allocators round up, libraries take their own."""
 
@@ -42,22 +43,25 @@ def prepare(
     device: torch.device,
     say: Callable[[str], None],
 ) -> Prepared:
-    """Try the largest step and record decode steps; on a CPU do nothing. `say` hears of progress.
-    The cache must have a page more than `limits` say."""
+    """Try the largest step, compile what prompts need and record decode steps; on a CPU do nothing.
+    `say` hears of progress. The cache must have a page more than `limits` say."""
     if device.type != "cuda":
         return Prepared()
     scratch_page = limits.num_pages
     peak_bytes = _activation_bytes(runner, limits, scratch_page)
+    for plan in prompt_steps(limits, arch.indexer.topk, scratch_page):
+        say(f"trying a prompt step of {plan.num_tokens} tokens")
+        runner.launch(plan).wait()
     if config.disable_cuda_graph:
         return Prepared(peak_bytes)
-    plan = GraphPlan(
+    recorded = GraphPlan(
         sizes=graph_sizes(config, limits.max_running_requests),
         short_tokens=arch.indexer.topk,
         context_tokens=min(limits.context_tokens, limits.cache_tokens),
         scratch_page=scratch_page,
         reserved_bytes=peak_bytes + MARGIN_BYTES,
     )
-    graphs = runner.record_graphs(plan, CudaRecorder(device), say)
+    graphs = runner.record_graphs(recorded, CudaRecorder(device), say)
     return Prepared(peak_bytes, graphs.num_bytes, graphs.sizes)
 
 
@@ -87,6 +91,25 @@ def without_effect(config: ServeConfig, device_kind: str) -> list[str]:
     return []
 
 
+def prompt_steps(limits: Limits, topk: int, scratch_page: int) -> Iterator[StepPlan]:
+    """Steps of 1, 2, 4, ... tokens up to the budget, twice each: whole prompts that are read whole,
+    sampled greedily, and a chunk behind more keys than the `topk` that attention reads.
+
+    Kernels are compiled when a step first needs them, for ten seconds some of them, and which they
+    are follows from a step's size and kind: no request is to wait for that.
+    """
+    context = min(limits.context_tokens, limits.cache_tokens)
+    longest = min(topk, context)
+    for power in range(limits.step_tokens.bit_length()):
+        num_tokens = 1 << power
+        num_whole, rest = divmod(num_tokens, longest)
+        sizes = [(longest, 0)] * num_whole + [(rest, 0)] * (rest > 0)
+        if len(sizes) <= limits.max_running_requests:
+            yield _step(sizes, scratch_page, SamplingParams(temperature=0.0))
+        if topk + num_tokens <= context:
+            yield _step([(num_tokens, topk)], scratch_page)
+
+
 def largest_step(limits: Limits, scratch_page: int) -> StepPlan:
     """As many tokens as a step may have, as many of them sampled as can be; the last sequence is a
     chunk at the end of the longest context. All keys go to the scratch page."""
@@ -94,7 +117,13 @@ def largest_step(limits: Limits, scratch_page: int) -> StepPlan:
     context = min(limits.context_tokens, limits.cache_tokens)
     chunk = min(limits.step_tokens - num_rows + 1, context)
     sizes = [(1, 0)] * (num_rows - 1) + [(chunk, context - chunk)]
-    params = SamplingParams(temperature=1.0, top_p=0.9)
+    return _step(sizes, scratch_page)
+
+
+def _step(
+    sizes: list[tuple[int, int]], scratch_page: int, params: SamplingParams = DRAWN
+) -> StepPlan:
+    """(tokens, tokens before them) of each sequence; all of them sample."""
     return StepPlan(
         tuple(
             SequenceWork(
