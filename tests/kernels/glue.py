@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.core.keys import ACTIVATION, FP8
 from tetrad.kernels.contract import Case, case
 
 GLUE_OPS = (
@@ -51,6 +52,12 @@ def sampling_inputs(seed: int, rows: int, vocabulary: int) -> tuple[Tensor, ...]
     )
 
 
+def fp8_latents(num_tokens: int) -> Case:
+    """Numbers that lie between two codes may become either, so this is no case of the contract."""
+    case = glm_case("latents", num_tokens)
+    return Case(f"{case.name}, fp8", {**case.values, "keys": FP8})
+
+
 def glm_case(name: str, num_tokens: int) -> Case:
     """GLM-5's sizes: hidden 6144, 256 experts of which 8 are chosen, 154880 tokens."""
     values: dict[str, dict[str, Any]] = {
@@ -64,6 +71,7 @@ def glm_case(name: str, num_tokens: int) -> Case:
             "I": 128,
             "interleaved": True,
             "joined": True,
+            "keys": ACTIVATION,
         },
         "rope": {"H": 32, "R": 64, "W": 128, "interleaved": True},
         "absorb": {"H": 64, "N": 192, "C": 512, "R": 64},

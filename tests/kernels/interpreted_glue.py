@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.glue import GLUE_OPS, sampling_inputs
+from tests.kernels.glue import GLUE_OPS, fp8_latents, sampling_inputs
+from tetrad.formats import fp8_keys
 from tetrad.kernels.canary import try_case
 from tetrad.kernels.contract import Case
 from tetrad.kernels.registry import OPS
@@ -29,6 +30,35 @@ def test_case(name: str, case: Case):
     op = OPS[name]
     for result in try_case(op, op.backends["triton"], case, torch.float32, CPU):
         assert result.passes(op.contract.tolerance["float32"]), result
+
+
+def test_fp8_keys_of_glm():
+    op = OPS["latents"]
+    for result in try_case(op, op.backends["triton"], fp8_latents(33), torch.float32, CPU):
+        assert result.passes(1e-4), result
+
+
+def test_bytes_of_fp8_keys_are_those_of_the_reference():
+    """Those of other slots too, and of what is not finite; but for a few codes next to these."""
+    op = OPS["latents"]
+    inputs = op.check.inputs(fp8_latents(20), torch.float32, CPU)
+    inputs["key"][3, 5] = torch.nan
+    inputs["index_key"][4, 100] = torch.nan
+    ours, truth = (
+        op.backends[name].run(**inputs | {n: inputs[n].clone() for n in ("pool", "index_pool")})
+        for name in ("triton", "torch")
+    )
+    slot = int(inputs["slots"][3])
+    for found, expected, rank in zip(ours[1:], truth[1:], (512, 128), strict=True):
+        different = found != expected
+        if rank == 512:
+            different.view(-1, 656)[slot] = False
+        assert different.sum() <= 20 * rank * 1e-3
+    latent = fp8_keys.decode_latents(ours[1].view(-1, 656)[slot], 512)
+    assert latent[:512].isnan().all()
+    index_key = fp8_keys.decode_index_keys(ours[2], inputs["slots"])
+    assert index_key[4].isnan().all()
+    assert index_key[3].isfinite().all()
 
 
 @pytest.mark.parametrize("seed", range(8))

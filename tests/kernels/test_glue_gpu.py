@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels.dirt import dirty_memory
-from tests.kernels.glue import GLUE_OPS, glm_case, sampling_inputs
+from tests.kernels.glue import GLUE_OPS, fp8_latents, glm_case, sampling_inputs
+from tetrad.core.keys import ACTIVATION
+from tetrad.formats import fp8_keys
 from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.canary import try_case
 from tetrad.kernels.compare import compare
 from tetrad.kernels.contract import Case, case
 from tetrad.kernels.device import waiting_is_an_error
@@ -163,13 +166,51 @@ def test_the_host_never_waits(name: str):
         op.backends["triton"].run(**inputs)
 
 
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_fp8_keys_are_those_of_the_reference(num_tokens: int):
+    """Numbers that lie between two codes may become either; what is not finite shows."""
+    op = OPS["latents"]
+    case = fp8_latents(num_tokens)
+    inputs = inputs_of(op, case)
+    for result in try_case(op, op.backends["triton"], case, torch.bfloat16, GPU):
+        assert result.passes(op.contract.tolerance["bfloat16"]), result
+    inputs["index_key"][0, 100] = torch.nan
+    results = op.backends["triton"].run(**inputs)
+    first = tuple(result.clone() for result in results)
+    keys = fp8_keys.decode_index_keys(results[2], inputs["slots"])
+    assert keys[0].isnan().all()
+    assert keys[1:].isfinite().all()
+    dirty_memory()
+    assert same_bits(op.backends["triton"].run(**inputs), first)
+
+
+def test_fp8_pools_past_two_to_the_31_bytes():
+    op = OPS["latents"]
+    inputs = inputs_of(op, fp8_latents(2))
+    num_pages = (1 << 31) // (64 * 132) + 2
+    near = torch.tensor([127, 3], device=GPU)
+    far = torch.tensor([num_pages * 64 - 1, 3], device=GPU)
+    pools = {
+        name: torch.zeros(num_pages, *inputs[name].shape[1:], dtype=torch.uint8, device=GPU)
+        for name in ("pool", "index_pool")
+    }
+    small = {name: torch.zeros_like(inputs[name]) for name in pools}
+    _, pool, index_pool = op.backends["triton"].run(**inputs | {"slots": near} | small)
+    _, far_pool, far_index_pool = op.backends["triton"].run(**inputs | {"slots": far} | pools)
+    assert torch.equal(far_pool.flatten(0, 1)[far], pool.flatten(0, 1)[near])
+    found = fp8_keys.decode_index_keys(far_index_pool, far)
+    assert torch.equal(found, fp8_keys.decode_index_keys(index_pool, near))
+    assert int(far_pool.count_nonzero(dim=(1, 2)).count_nonzero()) == 2
+    assert int(far_index_pool.count_nonzero(dim=(1, 2)).count_nonzero()) == 2
+
+
 @pytest.mark.parametrize(("rank", "rotary", "index"), [(512, 64, 0), (16, 8, 128)])
 def test_pools_past_two_to_the_31_elements(rank: int, rotary: int, index: int):
     """Offsets would wrap with 32 bits, into the pool of latents or into that of index keys."""
     op = OPS["latents"]
     num_pages = (1 << 31) // (64 * max(rank + rotary, index)) + 2
     sizes = {"Q": 64, "C": rank, "R": rotary, "I": index, "interleaved": True, "joined": True}
-    inputs = inputs_of(op, case("far", T=2, P=2, **sizes))
+    inputs = inputs_of(op, case("far", T=2, P=2, **sizes, keys=ACTIVATION))
     near = torch.tensor([127, 3], device=GPU)
     far = torch.tensor([num_pages * 64 - 1, 3], device=GPU)
     pools = {

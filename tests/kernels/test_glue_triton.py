@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.kernels.compile_helpers import CAPABILITIES, compile_launches, run_interpreted
-from tests.kernels.glue import GLUE_OPS, glm_case
+from tests.kernels.glue import GLUE_OPS, fp8_latents, glm_case
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels import triton_support
 from tetrad.kernels.device import snapshot
@@ -42,8 +42,11 @@ def test_compiles_without_spilling(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     op = OPS[name]
     kernels = []
-    for num_tokens in {"sort_tokens": (2, 200, 600), "absorb": (2, 33, 65)}.get(name, (2,)):
-        inputs = op.check.inputs(glm_case(name, num_tokens), torch.bfloat16, CPU)
+    sizes = {"sort_tokens": (2, 200, 600), "absorb": (2, 33, 65)}.get(name, (2,))
+    cases = [glm_case(name, num_tokens) for num_tokens in sizes]
+    cases += [fp8_latents(2)] if name == "latents" else []
+    for case in cases:
+        inputs = op.check.inputs(case, torch.bfloat16, CPU)
         call = partial(op.backends["triton"].run, **inputs)
         kernels += compile_launches(call, capability, tmp_path, monkeypatch)
     assert kernels

@@ -62,6 +62,15 @@ def encode_index_keys(keys: Tensor) -> Tensor:
     return both.view(num_pages, page_tokens, width + SCALE_BYTES)
 
 
+def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor) -> None:
+    """Write `keys` [T, I] to the slots [T] of a pool [P, PAGE_TOKENS, I + 4]."""
+    codes, scale = index_parts(pool)
+    page, offset = slots // pool.shape[1], slots % pool.shape[1]
+    fresh = scales(keys.float().abs().amax(-1))
+    codes[page, offset] = _codes(keys.float(), fresh.unsqueeze(-1))
+    scale[page, offset] = fresh
+
+
 def index_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a pool [P, PAGE_TOKENS, I + 4]: codes uint8 [P, PAGE_TOKENS, I], scales fp32
     [P, PAGE_TOKENS]."""

@@ -24,7 +24,7 @@ def try_case(
     expected = check.expected(arguments)
     if name := op.contract.prepared:
         arguments[name] = backend.prepare(arguments[name], dtype)
-    results = op.check.outputs(backend.run(**arguments))
+    results = op.check.values(arguments, op.check.outputs(backend.run(**arguments)))
     return tuple(compare(ours, truth) for ours, truth in zip(results, expected, strict=True))
 
 

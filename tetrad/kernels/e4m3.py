@@ -1,13 +1,17 @@
-"""FP8 keys in kernels: e4m3 codes to numbers, on GPUs that have no instruction for it too."""
+"""FP8 keys in kernels: codes to numbers and back, on GPUs that have no instruction for it too."""
 
 from __future__ import annotations
 
 from tetrad.core.keys import SCALE_BLOCK
+from tetrad.formats.fp8_keys import LEAST_RATIO
+from tetrad.formats.weights import E4M3_MAX
 from tetrad.kernels.triton_support import constexpr, jit, tl
 
 EXPONENT_STEP = constexpr(2.0**120)
 """Between the exponents of e4m3 (bias 7) and of bf16 and fp32 (bias 127)."""
 BLOCK = constexpr(SCALE_BLOCK)
+RATIO = constexpr(1.0 / E4M3_MAX)
+LEAST = constexpr(LEAST_RATIO)
 
 
 def _decode_ptx(is_scaled: bool) -> str:
@@ -87,3 +91,35 @@ def load_latents(rows, is_row, WIDTH: tl.constexpr, PADDED: tl.constexpr, BY_PTX
     mask = is_row[:, None] & (group < SCALES)[None, :]
     scales = tl.load(at[:, None] + group[None, :], mask=mask, other=0.0)
     return decode_scaled(codes, scales[:, :, None], BY_PTX).reshape(rows.shape[0], PADDED)
+
+
+@jit()
+def measure(values, axis: tl.constexpr):
+    """The largest of some numbers by size, and whether all are finite."""
+    size = tl.abs(values)
+    is_finite = size < float("inf")
+    return tl.max(tl.where(is_finite, size, 0.0), axis), tl.min(is_finite.to(tl.int32), axis)
+
+
+@jit()
+def scale_for(largest, is_finite):
+    """As `formats.fp8_keys.scales`."""
+    ratio = tl.maximum(largest * RATIO, LEAST)
+    bits = (ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return tl.where(is_finite != 0, bits.to(tl.float32, bitcast=True), float("nan"))
+
+
+@jit()
+def encode(values, scales):
+    """uint8 codes of fp32 numbers, rounded to the nearest, ties to even; scales are powers of two.
+
+    By integers, as Ampere cannot convert. Numbers below 2^-6 are multiples of 2^-9, which adding
+    2^23 rounds to.
+    """
+    inverse = ((254 << 23) - scales.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    size = tl.abs(values) * inverse
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.minimum(tl.where(size < 0.015625, small, normal), 126)
+    return (code | tl.where(values < 0, 128, 0)).to(tl.uint8)

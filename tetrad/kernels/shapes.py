@@ -64,6 +64,7 @@ def _latents(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
         "R": mla.rope_dim,
         "interleaved": index.rope_interleaved,
         "joined": True,
+        "keys": load.keys,
     }
     return [
         case(f"{mla.q_lora_rank}, {mla.latent_dim}, {width}", T=load.tokens, I=width, **values)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tetrad.core.keys import FP8
-from tetrad.core.step import PAGE_TOKENS
 from tetrad.formats import fp8_keys
 from tetrad.kernels.backend import Check
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw, rows_of, sequence_slots
+from tetrad.kernels.key_checks import index_keys_of
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -35,24 +35,12 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Row by row over the keys it sees."""
     ragged = inputs["ragged"]
     queries, weights = inputs["queries"].cpu().double(), inputs["weights"].cpu().double()
-    flat = _keys(inputs["pool"].cpu(), queries.shape[-1])
+    flat = index_keys_of(inputs["pool"].cpu(), queries.shape[-1]).flatten(0, 1)
     out = torch.full((len(queries), max(ragged.kv_lens_host)), -torch.inf, dtype=torch.float64)
     for row, sequence, seen in rows_of(ragged):
         keys = flat[sequence_slots(ragged, sequence)[:seen]]
         out[row, :seen] = (queries[row] @ keys.T).clamp(min=0).T @ weights[row]
     return (out,)
-
-
-def _keys(pool: Tensor, width: int) -> Tensor:
-    """Float64 by slot, FP8 decoded page by page."""
-    if pool.dtype != torch.uint8:
-        return pool.double().flatten(0, 1)
-    pages = []
-    for page in pool.flatten(1):
-        codes, scales = page.split([PAGE_TOKENS * width, 4 * PAGE_TOKENS])
-        values = codes.view(torch.float8_e4m3fn).double().view(PAGE_TOKENS, width)
-        pages.append(values * scales.clone().view(torch.float32).double()[:, None])
-    return torch.cat(pages)
 
 
 CHECK = Check(inputs, expected)

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.core.keys import FP8, SCALE_BLOCK
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.formats import fp8_keys
 from tetrad.kernels.backend import Check
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw
+from tetrad.kernels.key_checks import index_keys_of, latents_of, rounded
 from tetrad.kernels.rms_norm import check as rms_norm
 from tetrad.kernels.rope import check as rope
 
@@ -28,6 +31,12 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         query, key, index_key = (draw.normal(tokens, width, std=3e-3) for width in widths)
     angles = draw.normal(tokens, case["R"] // 2, dtype=torch.float32, std=3.0)
     pages = case["P"], PAGE_TOKENS
+    pool, index_pool = (
+        draw.normal(*pages, width) for width in (case["C"] + case["R"], index_width)
+    )
+    if case["keys"] == FP8:
+        pool = fp8_keys.encode_latents(pool[..., : case["C"]], pool[..., case["C"] :])
+        index_pool = fp8_keys.encode_index_keys(index_pool) if index_width else index_pool
     return {
         "query": query,
         "key": key,
@@ -42,8 +51,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         "sin": angles.sin(),
         "index_interleaved": case["interleaved"],
         "slots": draw.permutation(case["P"] * PAGE_TOKENS)[:tokens],
-        "pool": draw.normal(*pages, case["C"] + case["R"]),
-        "index_pool": draw.normal(*pages, index_width) if index_width else None,
+        "pool": pool,
+        "index_pool": index_pool if index_width else None,
     }
 
 
@@ -54,14 +63,21 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     (latent,) = _normed(query, inputs["query_weight"], eps)
     (key_latent,) = _normed(key[:, :rank], inputs["key_weight"], eps)
     turned = _turned(key[:, rank:], inputs, is_interleaved=True)
-    pool = _written(inputs["pool"], inputs["slots"], torch.cat([key_latent, turned], dim=1))
+    before, is_fp8 = inputs["pool"].cpu(), inputs["pool"].dtype == torch.uint8
+    if is_fp8:
+        key_latent, turned = rounded(key_latent, SCALE_BLOCK), turned.bfloat16().double()
+    both = torch.cat([key_latent, turned], dim=1)
+    pool = _written(latents_of(before, rank), inputs["slots"], both)
     if inputs["index_key"] is None:
         return latent, pool, torch.empty(0)
     index_key = _layer_normed(inputs)
     rotary = 2 * inputs["cos"].shape[1]
     turned = _turned(index_key[:, :rotary], inputs, inputs["index_interleaved"])
     index_key = torch.cat([turned, index_key[:, rotary:]], dim=1)
-    return latent, pool, _written(inputs["index_pool"], inputs["slots"], index_key)
+    if is_fp8:
+        index_key = rounded(index_key, index_key.shape[1])
+    before = index_keys_of(inputs["index_pool"].cpu(), index_key.shape[1])
+    return latent, pool, _written(before, inputs["slots"], index_key)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -84,7 +100,7 @@ def _layer_normed(inputs: dict[str, Any]) -> Tensor:
 
 
 def _written(pool: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    after = pool.cpu().double().clone()
+    after = pool.clone()
     for slot, row in zip(slots.tolist(), rows, strict=True):
         after[slot // PAGE_TOKENS, slot % PAGE_TOKENS] = row
     return after
@@ -95,4 +111,14 @@ def _outputs(result: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor, ...]
     return latent, pool, torch.empty(0) if index_pool is None else index_pool
 
 
-CHECK = Check(inputs, expected, _outputs)
+def _values(inputs: dict[str, Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    latent, pool, index_pool = outputs
+    if pool.dtype != torch.uint8:
+        return outputs
+    pool = latents_of(pool.cpu(), len(inputs["key_weight"]))
+    if inputs["index_key"] is None:
+        return latent, pool, index_pool
+    return latent, pool, index_keys_of(index_pool.cpu(), inputs["index_key"].shape[1])
+
+
+CHECK = Check(inputs, expected, _outputs, _values)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tetrad.core.keys import FP8, SCALE_BLOCK, SCALE_BYTES, num_scales
+from tetrad.core.keys import FP8
 from tetrad.formats import fp8_keys
 from tetrad.kernels.backend import Check
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw, rows_of, sequence_slots
+from tetrad.kernels.key_checks import latents_of
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """A softmax per row and head over the keys it reads."""
     ragged, selected = inputs["ragged"], inputs["selected"]
     queries = inputs["queries"].cpu().double()
-    flat = _keys(inputs["pool"].cpu(), inputs["latent_rank"]).flatten(0, 1)
+    flat = latents_of(inputs["pool"].cpu(), inputs["latent_rank"]).flatten(0, 1)
     out = []
     for row, sequence, seen in rows_of(ragged):
         keys = flat[sequence_slots(ragged, sequence)[:seen]]
@@ -54,20 +55,6 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         weights = exponentials / exponentials.sum(-1, keepdim=True)
         out.append(weights @ keys[:, : inputs["latent_rank"]])
     return (torch.stack(out),)
-
-
-def _keys(pool: Tensor, rank: int) -> Tensor:
-    """Float64, FP8 decoded column by column."""
-    if pool.dtype != torch.uint8:
-        return pool.double()
-    columns = []
-    for column in range(rank):
-        at = rank + column // SCALE_BLOCK * SCALE_BYTES
-        scale = pool[..., at : at + SCALE_BYTES].contiguous().view(torch.float32)
-        code = pool[..., column : column + 1].contiguous().view(torch.float8_e4m3fn)
-        columns.append(code.double() * scale.double())
-    rotary = pool[..., rank + num_scales(rank) * SCALE_BYTES :].contiguous().view(torch.bfloat16)
-    return torch.cat([*columns, rotary.double()], dim=-1)
 
 
 CHECK = Check(inputs, expected)
