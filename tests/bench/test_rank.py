@@ -15,6 +15,7 @@ from tetrad.bench.rank import RankBench, Stage, op_shares, run, step_batch
 from tetrad.bench.rank_trace import REST, Spent, Trace, spent, stretches
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import ConfigError
+from tetrad.core.keys import ACTIVATION, FP8
 from tetrad.core.rank_records import OpShare, RankTiming
 from tetrad.core.ranks import Ranks
 from tetrad.data import embedded_model
@@ -33,6 +34,7 @@ def plan(**changes: Any) -> RankBench:
         "arch": ARCH, "model": "abacus", "model_layers": 6, "ranks": EIGHT, "batches": (16,),
         "query_len": 1, "context": 100, "routing": "random", "seed": 0, "forced": {},
         "tb_per_s": 0.01, "tflops": 0.05, "link_gb_per_s": 10.0, "dtype": torch.float32,
+        "keys": ACTIVATION,
         "device": CPU, "budget_s": 1.0, "command": "tetrad bench rank",
     }  # fmt: skip
     return RankBench(**(values | changes))
@@ -40,6 +42,15 @@ def plan(**changes: Any) -> RankBench:
 
 def rows(plan: RankBench, us: float = 4000.0) -> list[RankTiming]:
     return list(run(plan, lambda _: None, FixedTimer(us)))
+
+
+def test_fp8_keys_take_fewer_bytes():
+    plain, small = (rows(plan(keys=keys, context=200))[0] for keys in (ACTIVATION, FP8))
+    assert (plain.kv_cache_dtype, small.kv_cache_dtype) == ("float32", "fp8_e4m3")
+    per_token = 6 * (64 + 4 + 2 * 16) + len(ARCH.indexer.full_layers) * (32 + 4)
+    assert small.cache_bytes == 2 * 256 * per_token
+    read = {row.op: row.bytes for row in small.ops}
+    assert 0 < read["mla"] < {row.op: row.bytes for row in plain.ops}["mla"]
 
 
 def test_a_step_of_a_rank():

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
@@ -28,6 +29,7 @@ class Driver:
     """Per sequence int64 [n], on the CPU."""
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    keys: KeyFormat = ACTIVATION
     computed: list[int] = field(init=False)
     pages: list[list[int]] = field(init=False)
     cache: KvCache = field(init=False)
@@ -40,7 +42,7 @@ class Driver:
         ends = list(accumulate(needed))
         self.pages = [order[end - n : end] for n, end in zip(needed, ends, strict=True)]
         self.computed = [0] * len(self.token_ids)
-        self.cache = KvCache(self.model.arch, num_pages, self.device, self.dtype)
+        self.cache = KvCache(self.model.arch, num_pages, self.device, self.dtype, self.keys)
         self.cache.poison()
 
     def run(self, schedule: Sequence[Step]) -> list[Tensor]:

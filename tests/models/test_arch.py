@@ -10,6 +10,7 @@ import torch
 from tests.factories import TINY_GLM
 from tetrad.core.arch import ModelArch, full_indexer_layers
 from tetrad.core.errors import CheckpointError
+from tetrad.core.keys import FP8
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.layers.cache import KvCache
 from tetrad.layers.rope import inverse_frequencies
@@ -82,6 +83,7 @@ def test_glm_5_2():
     assert arch.rope.dim == 64
     bytes_per_token = 78 * (512 + 64) * 2 + 21 * 128 * 2
     assert KvCache.bytes_per_page(arch, torch.bfloat16) == bytes_per_token * PAGE_TOKENS
+    assert KvCache.bytes_per_page(arch, torch.bfloat16, FP8) == (78 * 656 + 21 * 132) * PAGE_TOKENS
 
 
 def test_deepseek_v3_2():

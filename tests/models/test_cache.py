@@ -9,7 +9,9 @@ import torch
 
 from tests.factories import TINY_GLM
 from tetrad.core.arch import MODEL_TYPES, ModelArch
+from tetrad.core.keys import FP8
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.formats import fp8_keys
 from tetrad.layers.cache import KvCache
 from tetrad.models import registry
 
@@ -22,6 +24,19 @@ def test_bytes_per_page_are_what_the_pools_take(dtype: torch.dtype):
     pools = [*cache.latent, *cache.index_keys.values()]
     assert sum(pool.nbytes for pool in pools) == 3 * KvCache.bytes_per_page(ARCH, dtype)
     assert {pool.dtype for pool in pools} == {dtype}
+
+
+def test_fp8_pools_are_bytes_and_their_poison_is_nan():
+    cache = KvCache(ARCH, 3, "cpu", torch.bfloat16, FP8)
+    pools = [*cache.latent, *cache.index_keys.values()]
+    assert sum(pool.nbytes for pool in pools) == 3 * KvCache.bytes_per_page(
+        ARCH, torch.bfloat16, FP8
+    )
+    assert {pool.dtype for pool in pools} == {torch.uint8}
+    cache.poison()
+    assert fp8_keys.decode_latents(cache.latent[0], 32).isnan().all()
+    slots = torch.arange(3 * PAGE_TOKENS)
+    assert fp8_keys.decode_index_keys(cache.index_keys[0], slots).isnan().all()
 
 
 def test_only_full_layers_keep_index_keys():

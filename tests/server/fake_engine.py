@@ -72,6 +72,7 @@ class FakeEngine:
             "graph_sizes": {"short": [1, 2], "sparse": [2, 4]},
             "graph_bytes": 2**29,
             "cache_sentence": "4096 tokens (1.07 GB), all that memory leaves",
+            "kv_cache_dtype": "float32",
             "memory_statement": ["8 GB: 2.5 MB weights", "4 requests at once, as asked"],
             "backends": [
                 {"op": "rope", "backend": "torch", "reason": "", "refusals": {}},

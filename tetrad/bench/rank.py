@@ -21,11 +21,13 @@ from tetrad.bench.kernels_ceilings import measure_ceilings
 from tetrad.bench.rank_trace import Label, Spent, Trace
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import ConfigError
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.core.rank_records import OpShare, RankTiming
 from tetrad.core.ranks import Ranks
 from tetrad.core.records import CallTime, Ceilings
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.distributed.rehearsal import Rehearsal, Routing, Traffic
+from tetrad.formats import fp8_keys
 from tetrad.kernels.device import device_memory, snapshot
 from tetrad.kernels.select import OP_NAMES, OpSet, resolve_ops
 from tetrad.kernels.timer import Timer, timer_for
@@ -37,6 +39,9 @@ from tetrad.roofline.cost import OpCall, StepLoad, step_calls
 from tetrad.roofline.limits import Rates
 
 CEILINGS_BUDGET_S = 4.0
+DRAWN_PAGES = 251
+"""As many have keys of their own, the others those of these again. A prime: pages of a sequence lie
+as many apart as there are sequences, and should differ."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,14 @@ class RankBench:
     tflops: float | None
     link_gb_per_s: float
     dtype: torch.dtype
+    keys: KeyFormat
     device: torch.device
     budget_s: float
     command: str
 
     def load(self, batch: int) -> StepLoad:
         """A step with `batch` sequences."""
-        return StepLoad(batch, self.context, self.dtype.itemsize, self.query_len)
+        return StepLoad(batch, self.context, self.dtype.itemsize, self.query_len, self.keys)
 
     def sequences(self, batch: int) -> int:
         """Of `batch`, those of this rank."""
@@ -114,7 +120,9 @@ class Stage:
     def __init__(self, plan: RankBench, tell: Callable[[str], None], timer: Timer) -> None:
         self.plan, self.timer = plan, timer
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.ops = resolve_ops(str(plan.device), plan.forced, plan.dtype, plan.arch, tell)
+        self.ops = resolve_ops(
+            str(plan.device), plan.forced, plan.dtype, plan.arch, tell, plan.keys
+        )
         tell("measuring what the device can do at best")
         self.ceilings, self.rates = _rates(plan, timer)
         most = max(map(plan.sequences, plan.batches))
@@ -129,13 +137,14 @@ class Stage:
         self.watched = self.trace.wrapped(self.ops)
         self.model = _model(plan, self.watched, self.rehearsal)
         self.trace.watch(self.model)
+        self.page_bytes = KvCache.bytes_per_page(self.model.arch, plan.dtype, plan.keys)
         self.cache = filled_cache(self.model, most * _pages(plan.context), plan)
 
     def _check_keys(self, num_pages: int) -> None:
         """Raise ConfigError where memory does not hold as many pages: a CPU's allocator says so in
         its own words, or not until the system ends the process."""
         plan = self.plan
-        page_bytes = KvCache.bytes_per_page(plan.ranks.arch_of(plan.arch), plan.dtype)
+        page_bytes = KvCache.bytes_per_page(plan.ranks.arch_of(plan.arch), plan.dtype, plan.keys)
         free_bytes = device_memory(plan.device).free_bytes
         if num_pages * page_bytes > free_bytes:
             raise ConfigError(
@@ -177,7 +186,7 @@ class Stage:
             **self._about(),
             batch=batch,
             sequences=plan.sequences(batch),
-            cache_bytes=num_pages * KvCache.bytes_per_page(self.model.arch, plan.dtype),
+            cache_bytes=num_pages * self.page_bytes,
             step=step.time,
             link_bytes=step.traffic.num_bytes,
             link_calls=step.traffic.num_calls,
@@ -213,7 +222,8 @@ class Stage:
             "num_layers": self.model.arch.num_layers,
             "model_layers": plan.model_layers,
             "ranks": str(plan.ranks),
-            "dtype": str(plan.dtype).removeprefix("torch."),
+            "dtype": (name := str(plan.dtype).removeprefix("torch.")),
+            "kv_cache_dtype": name if plan.keys == ACTIVATION else plan.keys,
             "routing": plan.routing,
             "query_len": plan.query_len,
             "context": plan.context,
@@ -251,11 +261,30 @@ def _pages(context: int) -> int:
 
 def filled_cache(model: Model, num_pages: int, plan: RankBench) -> KvCache:
     """Every slot holds a key of the size that norms leave."""
-    cache = KvCache(model.arch, num_pages, plan.device, plan.dtype)
+    cache = KvCache(model.arch, num_pages, plan.device, plan.dtype, plan.keys)
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
-    for pool in (*cache.latent, *cache.index_keys.values()):
-        pool.normal_(generator=generator)
+
+    def drawn(*widths: int) -> list[Tensor]:
+        size = min(DRAWN_PAGES, num_pages), PAGE_TOKENS
+        return [
+            torch.randn(*size, width, generator=generator, device=plan.device) for width in widths
+        ]
+
+    mla, indexer = model.arch.mla, model.arch.indexer
+    for pool in cache.latent:
+        keys = drawn(mla.kv_lora_rank, mla.rope_dim)
+        is_fp8 = plan.keys == FP8
+        _repeat(fp8_keys.encode_latents(*keys) if is_fp8 else torch.cat(keys, dim=-1), pool)
+    for pool in cache.index_keys.values():
+        (key,) = drawn(indexer.head_dim)
+        _repeat(fp8_keys.encode_index_keys(key) if plan.keys == FP8 else key, pool)
     return cache
+
+
+def _repeat(pages: Tensor, pool: Tensor) -> None:
+    for first in range(0, len(pool), len(pages)):
+        part = pool[first : first + len(pages)]
+        part.copy_(pages[: len(part)])
 
 
 def step_batch(

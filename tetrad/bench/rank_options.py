@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 
 from tetrad.bench.kernels_options import checked_counts, split
 from tetrad.core.config import Config, option
+from tetrad.core.keys import checked_cache_dtype
 from tetrad.core.presets import PRESETS
 from tetrad.core.ranks import Ranks
 
@@ -57,6 +58,11 @@ class BenchRankConfig(Config):
     seed: int = option(0, "Seed of weights and routing.", group="What", ge=0, le=2**31)
     moe_runner_backend: str = option("auto", "Backend of the routed experts.", group="What")
     attention_backend: str = option("auto", "Backend of attention.", group="What")
+    kv_cache_dtype: str = option(
+        "auto",
+        "Type of cached keys: auto (that of the activations), bfloat16 or fp8_e4m3.",
+        group="What",
+    )
     tb_per_s: float | None = option(
         None,
         "Bandwidth of memory that limits are counted with. Default: measured in this run.",
@@ -96,6 +102,11 @@ class BenchRankConfig(Config):
         if not split(text):
             raise ValueError("at least one batch was expected")
         return checked_counts(text)
+
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _cache_dtype(cls, name: str) -> str:
+        return checked_cache_dtype(name)
 
     @field_validator("ranks")
     @classmethod

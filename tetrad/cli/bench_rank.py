@@ -12,6 +12,7 @@ from tetrad.cli.bench_kernels import PLAIN_WIDTH, append, model_shapes, where
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import ConfigError
+from tetrad.core.keys import key_format
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,6 +75,12 @@ def _plan(config: BenchRankConfig) -> RankBench:
         tflops=config.tflops,
         link_gb_per_s=config.link_gb_per_s,
         dtype=dtype,
+        keys=key_format(
+            config.kv_cache_dtype,
+            str(dtype).removeprefix("torch."),
+            arch.mla.kv_lora_rank,
+            arch.indexer.head_dim,
+        ),
         device=device,
         budget_s=config.budget_s,
         command=shlex.join(["tetrad", *sys.argv[1:]]),
@@ -87,7 +94,8 @@ def step_table(rows: list[RankTiming]) -> Table:
     first = rows[0]
     title = (
         f"One rank of {first.ranks}: {first.model}, {first.num_layers} of {first.model_layers} "
-        f"layers, {first.dtype}, {first.query_len} new of {first.context} keys, "
+        f"layers, {first.dtype}, keys in {first.kv_cache_dtype}, "
+        f"{first.query_len} new of {first.context} keys, "
         f"{first.routing} routing"
     )
     table = Table(title=title, title_justify="left")

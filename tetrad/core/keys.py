@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tetrad.core.errors import ConfigError, nearest
+
 KeyFormat = Literal["activation", "fp8_e4m3"]
 """activation: numbers of the activations' type. fp8_e4m3: codes with scales, see
 `formats/fp8_keys.py`."""
@@ -15,6 +17,40 @@ SCALE_BLOCK = 128
 SCALE_BYTES = 4
 ROTARY_BYTES = 2
 """Of a rotary number beside FP8 codes, which stays bf16: it carries the position."""
+CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
+"""What --kv-cache-dtype takes; SGLang's "bf16" is bfloat16."""
+
+
+def checked_cache_dtype(name: str) -> str:
+    """A value of --kv-cache-dtype. Raises ValueError."""
+    if name == "fp8_e5m2":
+        raise ValueError(
+            "it rounds a key by up to 1/8 of itself, twice as much as fp8_e4m3 in the same bytes; "
+            "fp8_e4m3 works"
+        )
+    name = {"bf16": "bfloat16"}.get(name, name)
+    if name not in CACHE_DTYPES:
+        listed = ", ".join(CACHE_DTYPES)
+        raise ValueError(f"expected one of {listed}.{nearest(name, CACHE_DTYPES)}")
+    return name
+
+
+def key_format(cache_dtype: str, activations: str, rank: int, index_width: int) -> KeyFormat:
+    """How keys are cached beside activations of a type ("float32"), whose latents have `rank`
+    numbers and whose index keys `index_width`. Raises ConfigError."""
+    if cache_dtype == "bfloat16" and activations != "bfloat16":
+        raise ConfigError(
+            f"--kv-cache-dtype bfloat16: keys are {activations} as activations are, or FP8; "
+            "--dtype bfloat16 makes both bfloat16, and --kv-cache-dtype fp8_e4m3 keys smaller."
+        )
+    if cache_dtype != FP8:
+        return ACTIVATION
+    if rank % SCALE_BYTES or index_width % SCALE_BYTES:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8_e4m3: keys of {rank} and {index_width} numbers leave scales "
+            "unaligned, as these are no multiples of 4; --kv-cache-dtype auto works."
+        )
+    return FP8
 
 
 def num_scales(rank: int) -> int:

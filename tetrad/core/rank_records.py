@@ -62,6 +62,8 @@ class RankTiming(Record):
     model_layers: int
     ranks: str
     dtype: str
+    kv_cache_dtype: str
+    """Of keys: as `dtype`, or fp8_e4m3."""
     routing: str
     batch: int
     """Sequences of the whole deployment; of a pipeline, those of one step: as many steps as there

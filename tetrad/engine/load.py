@@ -15,6 +15,7 @@ from tetrad import __version__
 from tetrad.core.arch import ModelArch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, UnsupportedError
+from tetrad.core.keys import ACTIVATION, KeyFormat, key_format
 from tetrad.core.messages import EngineProgress
 from tetrad.core.presets import served_shapes
 from tetrad.core.step import PAGE_TOKENS
@@ -58,7 +59,9 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     dtype = _dtype(config, device)
     if device.type == "cpu":
         use_sensible_threads()
-    ops, switches = switchable(_choose_ops(config, arch, device, dtype, say))
+    name, rank = str(dtype).removeprefix("torch."), arch.mla.kv_lora_rank
+    keys = key_format(config.kv_cache_dtype, name, rank, arch.indexer.head_dim)
+    ops, switches = switchable(_choose_ops(config, arch, device, dtype, keys, say))
     started = time.monotonic()
     say(EngineProgress("weights", str(folder)))
     others = _others(config, arch, device, dtype)
@@ -66,9 +69,9 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     load_s = time.monotonic() - started
     for note in _notes(config, model):
         say(EngineProgress("note", note))
-    layout, use = _lay_out_cache(config, model, device, dtype)
+    layout, use = _lay_out_cache(config, model, device, dtype, keys)
     say(EngineProgress("cache", layout.sentence))
-    runner = Runner(model, _make_cache(arch, layout, device, dtype), ops, device)
+    runner = Runner(model, _make_cache(arch, layout, device, dtype, keys), ops, device)
     prepared = _prepare(config, layout, runner, arch, device, say)
     statement = memory_statement(
         config,
@@ -85,7 +88,8 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     )
     info = _info(folder, model, layout, use, ops) | {
         "device": snapshot(device).as_dict(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": name,
+        "kv_cache_dtype": name if keys == ACTIVATION else keys,
         "load_s": round(load_s, 3),
         "num_threads": torch.get_num_threads(),
         "random_seed": config.random_seed,
@@ -104,12 +108,14 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         overlap=not config.disable_overlap_schedule,
         continuous_steps=config.num_continuous_decode_steps,
         stream_interval=config.stream_interval,
-        guard=NanGuard(runner, model, switches, partial(_refusal, device, dtype)),
+        guard=NanGuard(runner, model, switches, partial(_refusal, device, dtype, keys)),
     )
 
 
-def _refusal(device: torch.device, dtype: torch.dtype, op: Op, backend: Backend) -> str | None:
-    return backend.why_not(snapshot(device)) or canary(op, backend, dtype, device)
+def _refusal(
+    device: torch.device, dtype: torch.dtype, keys: KeyFormat, op: Op, backend: Backend
+) -> str | None:
+    return backend.why_not(snapshot(device)) or canary(op, backend, dtype, device, keys)
 
 
 def _model_folder(config: ServeConfig) -> Path:
@@ -140,6 +146,7 @@ def _choose_ops(
     arch: ModelArch,
     device: torch.device,
     dtype: torch.dtype,
+    keys: KeyFormat,
     say: Progress,
 ) -> OpSet:
     say(EngineProgress("kernels", f"choosing backends on {snapshot(device).name}"))
@@ -149,6 +156,7 @@ def _choose_ops(
         dtype,
         arch,
         lambda sentence: say(EngineProgress("kernels", sentence)),
+        keys,
     )
 
 
@@ -238,7 +246,11 @@ class _ReadMeter:
 
 
 def _lay_out_cache(
-    config: ServeConfig, model: Model, device: torch.device, dtype: torch.dtype
+    config: ServeConfig,
+    model: Model,
+    device: torch.device,
+    dtype: torch.dtype,
+    keys: KeyFormat,
 ) -> tuple[CacheLayout, MemoryUse]:
     memory = device_memory(device)
     is_gpu = device.type == "cuda"
@@ -247,17 +259,21 @@ def _lay_out_cache(
         total_bytes=memory.total_bytes,
         used_bytes=memory.total_bytes - memory.free_bytes if is_gpu else model.weight_bytes,
         free_bytes=memory.free_bytes,
-        page_bytes=KvCache.bytes_per_page(model.arch, dtype),
+        page_bytes=KvCache.bytes_per_page(model.arch, dtype, keys),
     )
     return plan_cache(config, model.arch, use), use
 
 
 def _make_cache(
-    arch: ModelArch, layout: CacheLayout, device: torch.device, dtype: torch.dtype
+    arch: ModelArch,
+    layout: CacheLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    keys: KeyFormat,
 ) -> KvCache:
     try:
         # One page more than sequences get: padding of recorded steps is written there.
-        return KvCache(arch, layout.limits.num_pages + 1, device, dtype)
+        return KvCache(arch, layout.limits.num_pages + 1, device, dtype, keys)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"The cache of {layout.sentence} could not be allocated; lower --mem-fraction-static "

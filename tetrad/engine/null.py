@@ -120,6 +120,7 @@ def _info(config: ServeConfig, layout: CacheLayout) -> dict[str, Any]:
         "backends": [],
         "device": {"name": "no device", "kind": "null", "memory_bytes": 0},
         "dtype": "none",
+        "kv_cache_dtype": "none",
         "graph_sizes": None,
         "graph_bytes": 0,
         "load_format": config.load_format,

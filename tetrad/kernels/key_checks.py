@@ -44,7 +44,7 @@ def rounded(values: Tensor, block: int) -> Tensor:
     """Float64 [T, W] as FP8 keeps them, `block` columns with a scale: of the numbers that it has,
     the nearest, and of two that are as near the one with the even code."""
     parts = []
-    for part in values.split(block, dim=-1):
+    for part in torch.split(values, block, dim=-1):
         largest = part.abs().amax(-1, keepdim=True)
         exponents = [math.ceil(math.log2(size / 448)) if size else 0 for size in largest.flatten()]
         scale = torch.tensor([2.0**e for e in exponents], dtype=torch.float64).view_as(largest)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat, index_bytes, latent_bytes
 from tetrad.core.step import PAGE_TOKENS
 
 
@@ -20,27 +21,46 @@ class KvCache:
     """
 
     def __init__(
-        self, arch: ModelArch, num_pages: int, device: torch.device | str, dtype: torch.dtype
+        self,
+        arch: ModelArch,
+        num_pages: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        keys: KeyFormat = ACTIVATION,
     ) -> None:
-        def pool(width: int) -> Tensor:
-            return torch.empty(num_pages, PAGE_TOKENS, width, device=device, dtype=dtype)
+        """`dtype`: of activations, and of keys that are not FP8."""
+        kind = torch.uint8 if keys == FP8 else dtype
 
+        def pool(num_bytes: int) -> Tensor:
+            width = num_bytes // kind.itemsize
+            return torch.empty(num_pages, PAGE_TOKENS, width, device=device, dtype=kind)
+
+        latent, index = _token_bytes(arch, dtype, keys)
         self.num_pages = num_pages
-        self.latent: list[Tensor] = [pool(arch.mla.latent_dim) for _ in range(arch.num_layers)]
-        """Per layer [P, PAGE_TOKENS, C + R]: normed latent, then rotated key."""
+        self.latent: list[Tensor] = [pool(latent) for _ in range(arch.num_layers)]
+        """Per layer [P, PAGE_TOKENS, C + R]: normed latent, then rotated key; or, as bytes, what
+        `formats/fp8_keys.py` makes of them."""
         self.index_keys: dict[int, Tensor] = {
-            layer: pool(arch.indexer.head_dim) for layer in arch.indexer.full_layers
+            layer: pool(index) for layer in arch.indexer.full_layers
         }
-        """Per full layer [P, PAGE_TOKENS, I]."""
+        """Per full layer [P, PAGE_TOKENS, I], or bytes."""
 
     @staticmethod
-    def bytes_per_page(arch: ModelArch, dtype: torch.dtype) -> int:
+    def bytes_per_page(arch: ModelArch, dtype: torch.dtype, keys: KeyFormat = ACTIVATION) -> int:
         """Bytes one page takes in all pools together."""
-        latent = arch.num_layers * arch.mla.latent_dim
-        index = len(arch.indexer.full_layers) * arch.indexer.head_dim
-        return PAGE_TOKENS * (latent + index) * dtype.itemsize
+        latent, index = _token_bytes(arch, dtype, keys)
+        num_indexers = len(arch.indexer.full_layers)
+        return PAGE_TOKENS * (arch.num_layers * latent + num_indexers * index)
 
     def poison(self) -> None:
-        """Fill every slot with NaN, for tests: whoever reads an unwritten slot shows it."""
+        """Fill every slot with NaN, for tests: whoever reads an unwritten slot shows it. Bytes of
+        0xFF are NaN as codes, as scales and as rotary numbers."""
         for pool in (*self.latent, *self.index_keys.values()):
-            pool.fill_(torch.nan)
+            pool.fill_(torch.nan if pool.is_floating_point() else 0xFF)
+
+
+def _token_bytes(arch: ModelArch, dtype: torch.dtype, keys: KeyFormat) -> tuple[int, int]:
+    """Of a layer's latent, and of an index key."""
+    mla, size = arch.mla, dtype.itemsize
+    latent = latent_bytes(keys, mla.kv_lora_rank, mla.rope_dim, size)
+    return latent, index_bytes(keys, arch.indexer.head_dim, size)

@@ -67,7 +67,7 @@ def _facts(info: dict[str, Any]) -> list[str]:
         f"  device   {device['name']} ({device['kind']}, {_size(device['memory_bytes'])}), "
         f"{info['dtype']}",
         f"  weights  {_size(memory['weight_bytes'])}: {stored}",
-        f"  cache    {info['cache_sentence']}",
+        f"  cache    {info['cache_sentence']}, keys in {info['kv_cache_dtype']}",
         *(f"  memory   {sentence}" for sentence in info["memory_statement"]),
         f"  limits   {info['context_length']} tokens a request, "
         f"{info['max_running_requests']} requests at once",

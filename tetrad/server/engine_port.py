@@ -27,6 +27,7 @@ class EnginePort(Protocol):
         graph_sizes           set of recorded decode steps → their sizes, or None
         weights               stored format → memory_bytes
         device, dtype         what it runs on
+        kv_cache_dtype        type of cached keys
         cache_sentence        the cache's size and what limits it
         memory_statement      sentences: who has the memory, what binds, what more would buy
         backends              op, backend, reason, refusals of each op

@@ -11,11 +11,11 @@ _FP8 = "or FP8 as formats/fp8_keys.py has it, uint8"
 
 def _token_bytes(case: Case, size: int) -> float:
     """What is read and written of a token."""
-    numbers = case["Q"] + case["C"] + case["R"] + case["I"]
+    numbers: int = case["Q"] + case["C"] + case["R"] + case["I"]
     key = latent_bytes(case["keys"], case["C"], case["R"], size)
     index_key = index_bytes(case["keys"], case["I"], size) if case["I"] else 0
     read = numbers * (4 if case["joined"] else size)
-    return read + case["Q"] * size + key + index_key + 4.0 * case["R"] + 8.0
+    return float(read + case["Q"] * size + key + index_key + 4 * case["R"] + 8)
 
 
 _JOINED = {"T": 5, "P": 3, "Q": 48, "C": 32, "R": 8, "I": 24, "interleaved": True, "joined": True}
