@@ -19,7 +19,9 @@ from tetrad.core.step import (
     StepResult,
 )
 from tetrad.engine.admission import Limits
+from tetrad.engine.forecast import Forecast
 from tetrad.engine.scheduler import Scheduler
+from tetrad.engine.sequence import Sequence as EngineSequence
 
 VOCAB = 40
 EOS = 7
@@ -109,6 +111,13 @@ def make_scheduler(limits: Limits | None = None, *, use_prefix_cache: bool = Tru
     return Scheduler(
         limits or make_limits(), use_prefix_cache=use_prefix_cache, draw_seed=lambda n: 1000 + n
     )
+
+
+class NoForecast(Forecast):
+    """Expects nobody to grow, so that everybody is let in and pages run out."""
+
+    def remaining(self, sequence: EngineSequence) -> int:
+        return 0
 
 
 def make_request(

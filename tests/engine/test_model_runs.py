@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.fakes import make_request
+from tests.engine.fakes import NoForecast, make_request
 from tests.factories import tiny_glm_folder
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError, ConfigError, UnsupportedError
@@ -92,6 +92,7 @@ def test_a_preempted_request_gives_the_tokens_it_would_have_given(folder: Path, 
     ]
     calm = generate(load(folder), *requests)
     pressed = load(folder, max_total_tokens=256)
+    pressed.scheduler.forecast = NoForecast()
     assert generate(pressed, *requests) == calm
     assert pressed.stats().preemptions_total > 0
 
@@ -123,6 +124,7 @@ def test_no_way_of_launching_steps_changes_what_a_request_gets(folder: Path, dev
     for flags in ways:
         flags |= {"device": device, "dtype": "float32"}
         engine = load(folder, max_total_tokens=256, chunked_prefill_size=64, **flags)
+        engine.scheduler.forecast = NoForecast()
         outputs = run(engine, requests)
         assert engine.stats().preemptions_total > 0
         told.append({rid: (tokens(each), each[-1].finish) for rid, each in outputs.items()})

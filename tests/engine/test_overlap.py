@@ -14,6 +14,7 @@ from tests.engine.fakes import (
     VOCAB,
     Done,
     FakeRunner,
+    NoForecast,
     expected_output,
     make_limits,
     make_request,
@@ -284,6 +285,7 @@ def test_who_is_preempted_with_a_token_on_its_way_loses_nothing(
     num_preemptions = 0
     for length in range(40, 72):
         client = Client(num_pages=5, **how)
+        client.engine.scheduler.forecast = NoForecast()
         wanted = [
             make_request(f"{i}", length + i, new=190, seed=i, stop_token_ids=stops)
             for i in range(4)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine.fakes import (
     VOCAB,
     FakeRunner,
+    NoForecast,
     expected_output,
     make_limits,
     make_request,
@@ -31,6 +32,7 @@ class EngineMachine(RuleBasedStateMachine):
         use_prefix_cache=st.booleans(),
         overlap=st.booleans(),
         continuous_steps=st.sampled_from([1, 1, 5]),
+        has_forecast=st.booleans(),
     )
     def start(
         self,
@@ -40,10 +42,13 @@ class EngineMachine(RuleBasedStateMachine):
         use_prefix_cache: bool,
         overlap: bool,
         continuous_steps: int,
+        has_forecast: bool,
     ) -> None:
         limits = make_limits(num_pages, running=running, step=step, context=450)
         self.runner = FakeRunner(num_pages)
         scheduler = make_scheduler(limits, use_prefix_cache=use_prefix_cache)
+        if not has_forecast:
+            scheduler.forecast = NoForecast()
         self.engine = Engine(
             scheduler, self.runner, overlap=overlap, continuous_steps=continuous_steps
         )

@@ -11,6 +11,7 @@ from tests.engine.fakes import (
     EOS,
     VOCAB,
     FakeRunner,
+    NoForecast,
     expected_output,
     make_limits,
     make_request,
@@ -156,6 +157,7 @@ def test_a_disabled_cache_computes_everything():
 
 def test_the_youngest_is_preempted_and_gives_the_same_tokens():
     bench = Bench(make_scheduler(make_limits(5, step=512), use_prefix_cache=False))
+    bench.scheduler.forecast = NoForecast()
     requests = [make_request("a", 60, new=130), make_request("b", 60, new=150, seed=5)]
     bench.run(*requests)
     assert bench.last["a"].num_preemptions == 0
@@ -166,6 +168,7 @@ def test_the_youngest_is_preempted_and_gives_the_same_tokens():
 
 def test_a_preempted_request_returns_before_those_that_waited():
     bench = Bench(make_scheduler(make_limits(4, running=2), use_prefix_cache=False))
+    bench.scheduler.forecast = NoForecast()
     for rid, new in (("a", 140), ("b", 140), ("c", 1)):
         bench.scheduler.add(make_request(rid, 40, new=new))
     while not bench.scheduler.counters.preemptions:

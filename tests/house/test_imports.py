@@ -39,6 +39,7 @@ TORCH_FREE_ENGINE = {
     "cache_layout",
     "client",
     "engine",
+    "forecast",
     "loop",
     "philox",
     "prefix",

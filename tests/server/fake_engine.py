@@ -79,7 +79,7 @@ class FakeEngine:
                 {"op": "mla", "backend": "torch", "reason": "", "refusals": {"beads": "no wire."}},
             ],
         } | info
-        self.stats = EngineStats(total_pages=64)
+        self.stats = EngineStats(total_pages=64, preemptions_total=3, new_token_ratio=0.25)
         self.last_beat_age_s = 0.0
         self.step_age_s = 0.0
         self.died: asyncio.Future[EngineDiedError] = asyncio.get_running_loop().create_future()

@@ -86,6 +86,7 @@ async def test_server_info_is_flat_complete_and_keeps_the_key(
     (state,) = info["internal_states"]
     assert state["effective_max_running_requests_per_dp"] == 4
     assert state["avg_spec_accept_length"] == 1.0
+    assert (state["num_retractions"], state["new_token_ratio"]) == (3, 0.25)
     assert state["decode_cuda_graph_bs"] == [1, 2, 4]
     assert state["decode_cuda_graph_memory_gb"] == 0.5
     assert info["engine"]["max_running_requests"] == 4
@@ -198,6 +199,7 @@ async def test_metrics_count_outcomes_and_read_the_engine(
     assert found["tetrad_generated_tokens_total"] == 42
     assert found["tetrad_running_requests"] == 2
     assert found["tetrad_cache_usage_ratio"] == 0.25
+    assert (found["tetrad_preemptions_total"], found["tetrad_new_token_ratio"]) == (3, 0.25)
     assert found["tetrad_open_requests"] == 0
     assert found["tetrad_unanswered_requests"] == 0
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):

@@ -179,6 +179,14 @@ class ServeConfig(Config):
         group="Scheduling",
         ge=0,
     )
+    schedule_conservativeness: float = option(
+        1.0,
+        "How much room is kept for tokens that running requests are expected to get yet: below 1 "
+        "more requests run at once and more of them are set back when pages run out; 0 keeps none.",
+        group="Scheduling",
+        ge=0.0,
+        le=10.0,
+    )
     disable_overlap_schedule: bool = option(
         False,
         "Wait for the tokens of each step before planning the next. Gives the same text, slower.",

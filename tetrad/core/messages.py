@@ -55,6 +55,9 @@ class EngineStats:
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
     preemptions_total: int = 0
+    """Requests set back because pages ran out."""
+    new_token_ratio: float = 0.0
+    """Of the tokens that a request may still get, those that admission expects it to get."""
     nonfinite_total: int = 0
     steps_total: int = 0
     gen_throughput: float = 0.0

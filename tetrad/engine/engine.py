@@ -18,6 +18,7 @@ from tetrad.engine.stream import StreamInterval
 _log = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 1.0
+SETBACKS_EVERY_S = 10.0
 SINGLE_STEPS = (
     "--num-continuous-decode-steps has no effect while a request with penalties runs: its next "
     "token cannot be chosen before the last is known."
@@ -78,6 +79,7 @@ class Engine:
         """What was resolved and chosen at start, for /server_info."""
         self._num_steps = 0
         self._rate = Rate()
+        self._setbacks = Setbacks()
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +101,7 @@ class Engine:
             return []
         outputs = self._take_in(0) if self.scheduler.needs_tokens else []
         num_launched = self._launch()
+        self._setbacks.tell(self.scheduler.counters.preemptions)
         outputs += self._take_in(num_launched if self._overlap else 0)
         self._rate.count(len(outputs))
         return self._stream.release(outputs)
@@ -154,10 +157,32 @@ class Engine:
             cached_tokens_total=counters.cached_tokens,
             generated_tokens_total=counters.generated_tokens,
             preemptions_total=counters.preemptions,
+            new_token_ratio=scheduler.forecast.share,
             nonfinite_total=counters.nonfinite,
             steps_total=self._num_steps,
             gen_throughput=self._rate.per_s(),
         )
+
+
+class Setbacks:
+    """Tells in the log that requests were set back for want of pages, now and then."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told = 0
+        self._told_at = -SETBACKS_EVERY_S
+
+    def tell(self, total: int) -> None:
+        """`total`: since the start."""
+        if total == self._told or self._clock() - self._told_at < SETBACKS_EVERY_S:
+            return
+        _log.warning(
+            "requests were set back %d times because the cache's pages ran out, %d times since the "
+            "start; they begin anew when there is room (--max-running-requests lets in fewer)",
+            total - self._told,
+            total,
+        )
+        self._told, self._told_at = total, self._clock()
 
 
 class Rate:

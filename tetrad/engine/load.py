@@ -85,6 +85,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         layout.limits,
         use_prefix_cache=not config.disable_radix_cache,
         draw_seed=lambda n: derived_seed(config.random_seed, n),
+        conservativeness=config.schedule_conservativeness,
     )
     info = _info(folder, model, layout, use, ops) | {
         "device": snapshot(device).as_dict(),

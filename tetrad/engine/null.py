@@ -89,6 +89,7 @@ def load_null(config: ServeConfig, _on_progress: Callable[[EngineProgress], None
         layout.limits,
         use_prefix_cache=not config.disable_radix_cache,
         draw_seed=lambda n: derived_seed(config.random_seed, n),
+        conservativeness=config.schedule_conservativeness,
     )
     return Engine(
         scheduler,

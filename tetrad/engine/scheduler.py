@@ -8,7 +8,8 @@ request one that fell back to zero.
 Service is in order of arrival, and three rules keep it so:
 
     waiting  ──admit──▶  running        only the first that waits is admitted, and only if pages
-       ▲                    │           for all its known tokens are to be had
+       ▲                    │           are to be had for all its known tokens, and for what it and
+       │                    │           the others are expected to get (`forecast.py`)
        └──────preempt───────┘           only the last that runs is preempted, to the front
 
 so everyone who runs arrived before everyone who waits, and at most the last one that runs is still
@@ -39,6 +40,7 @@ from tetrad.core.step import (
 )
 from tetrad.engine.admission import Limits, check_request
 from tetrad.engine.blocks import PagePool, pages_for
+from tetrad.engine.forecast import Forecast, peak_pages
 from tetrad.engine.prefix import PrefixCache, extend_names
 from tetrad.engine.sequence import Sequence
 
@@ -71,13 +73,22 @@ class Scheduler:
     that brings no seed."""
 
     def __init__(
-        self, limits: Limits, *, use_prefix_cache: bool = True, draw_seed: Callable[[int], int]
+        self,
+        limits: Limits,
+        *,
+        use_prefix_cache: bool = True,
+        draw_seed: Callable[[int], int],
+        conservativeness: float = 1.0,
     ) -> None:
         self.limits = limits
         self.cache = PrefixCache(PagePool(limits.num_pages), is_enabled=use_prefix_cache)
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
+        self.forecast = Forecast(conservativeness)
+        self._refused: tuple[Sequence, int] | None = None
+        """Who was not let in with how many pages shared, as long as nobody has ended since: growth
+        makes no room."""
         self._draw_seed = draw_seed
         self._live: dict[str, Sequence] = {}
         self._planned: deque[Planned] = deque()
@@ -221,6 +232,8 @@ class Scheduler:
             if not sequence.is_spent:
                 if not self._has_pages(sequence):
                     self._preempt_last()
+                    self.counters.preemptions += 1
+                    self.forecast.set_back()
                     continue
                 budget -= _plan(sequence, budget, planned)
             index += 1
@@ -240,7 +253,7 @@ class Scheduler:
         sequence = self.running.pop()
         self.cache.release(sequence.forget_computed())
         sequence.num_preemptions += 1
-        self.counters.preemptions += 1
+        self._refused = None
         self.waiting.appendleft(sequence)
 
     def _admit_waiting(self, planned: Planned, budget: int) -> None:
@@ -254,7 +267,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give it pages for all known tokens, those of a cached prefix shared. Leaves one page for
         each that runs, since each will soon need one: admitting into them would only preempt. For
-        the same reason what a step preempts does not come back in that step."""
+        the same reason what a step preempts does not come back in that step, and nobody comes in
+        whom the others' growth would set back."""
         if sequence.num_pending:  # preempted with a token on its way
             return False
         found = self._find_prefix(sequence)
@@ -262,15 +276,25 @@ class Scheduler:
         available = self.cache.num_available - self.cache.num_idle_among(found)
         if missing + len(self.running) > available:
             return False
+        if self.running and (sequence, len(found)) == self._refused:
+            return False
+        if self.running and self._peak_with(sequence, len(found)) > available:
+            self._refused = (sequence, len(found))
+            return False
         self.cache.share(found)
         sequence.pages = (*found, *self.cache.allocate(missing))
-        sequence.num_kept = len(found)
+        sequence.num_kept = sequence.num_shared = len(found)
         sequence.num_computed = len(found) * PAGE_TOKENS
         if sequence.num_cached_prompt is None:
             sequence.num_cached_prompt = sequence.num_computed
             self.counters.prompt_tokens += sequence.num_prompt
             self.counters.cached_tokens += sequence.num_computed
         return True
+
+    def _peak_with(self, newcomer: Sequence, num_found: int) -> int:
+        """Most pages beyond those held now, if it ran beside the others."""
+        growth = self.forecast.growth
+        return peak_pages([*map(growth, self.running), growth(newcomer, num_found)])
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Cached pages of its known tokens. Never all of them: the last token is always computed,
@@ -291,6 +315,7 @@ class Scheduler:
             self._keep_full_pages(sequence, work)
         finish = _finish(sequence, token.token_id)
         if finish:
+            self.forecast.finished(sequence)
             self._retire(sequence)
         return _output(sequence, token, finish)
 
@@ -318,6 +343,7 @@ class Scheduler:
         """Let it go, and its pages: what steps in flight write there comes before what later steps
         write, as the device computes them in order."""
         (self.running if sequence.pages else self.waiting).remove(sequence)
+        self._refused = None
         del self._live[sequence.request.rid]
         self.cache.release(sequence.forget_computed())
 

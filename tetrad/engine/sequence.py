@@ -28,6 +28,8 @@ class Sequence:
     """Names of its first full pages, as far as they were needed."""
     num_kept: int = 0
     """Pages offered to the prefix cache, or taken from it."""
+    num_shared: int = 0
+    """Pages taken from the prefix cache when it was admitted."""
     num_cached_prompt: int | None = None
     """Prompt tokens taken from the prefix cache when it first ran; None before."""
     num_preemptions: int = 0

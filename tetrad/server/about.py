@@ -146,6 +146,8 @@ def _internal_state(service: Service) -> dict[str, Any]:
         "avg_spec_accept_length": 1.0,
         "num_running_reqs": stats.running_requests,
         "num_waiting_reqs": stats.waiting_requests,
+        "num_retractions": stats.preemptions_total,
+        "new_token_ratio": stats.new_token_ratio,
         "memory_usage": {
             "weight": memory["weight_bytes"] / 2**30,
             "kvcache": memory["cache_bytes"] / 2**30,

@@ -141,6 +141,10 @@ class _EngineCollector:
             "cache_usage_ratio": ("Share of cache pages held by live requests.", held),
             "cache_kept_pages": ("Pages kept only for later prefixes.", stats.cached_pages),
             "cache_total_pages": ("Pages of the cache.", stats.total_pages),
+            "new_token_ratio": (
+                "Of the tokens a request may still get, those that admission expects.",
+                stats.new_token_ratio,
+            ),
             "generation_tokens_per_second": ("Over the last second.", stats.gen_throughput),
             "engine_silence_seconds": ("Since last heard of.", self._engine.last_beat_age_s),
             "engine_step_age_seconds": ("Of the running step.", self._engine.step_age_s),

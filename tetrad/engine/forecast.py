@@ -1,0 +1,126 @@
+"""How many pages those that run will come to need at most, before anyone is let in beside them.
+
+A request may ask for many more tokens than it uses. What the last finished ones used of what they
+asked for says how far another will go: as far, on average, as those of them that went beyond where
+it is now. (SGLang's `new_token_ratio` is their mean for all.) One that ends at its limit only is
+taken at its word.
+
+The peak is looked for at each moment at which somebody is expected to end: until then all that
+still run have grown as far, and those that ended have given their pages back.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.sequence import Sequence
+
+FIRST_SHARES = (0.4, 0.4, 1.0, 1.0)
+"""What is believed before any has finished; SGLang begins with the same mean, 0.7."""
+MOST_SHARES = 128
+"""Finished requests that are remembered."""
+AT_PEAK = 0.5
+"""Of what one is expected to get, what it has when all together are largest: of many whose ends are
+not known some end early, and others come in their place. Simulated, see docs/log.md."""
+STEP_UP = 0.1
+"""When pages ran out more is expected, by this share of what is left to the limit."""
+STEP_DOWN = 0.98
+"""It fades with each request that finishes."""
+HALF_PAGE = PAGE_TOKENS // 2
+"""Of each last page as much is empty on average."""
+CLIP_TOKENS = 4096
+"""Nobody is expected to generate more, whatever the limit: it may be the whole context."""
+
+
+class Growth(NamedTuple):
+    """One sequence that holds pages, or is about to."""
+
+    remaining: int
+    """Tokens that it is expected to get yet."""
+    tokens: int
+    """Known and pending ones."""
+    pages: int
+    """That it holds."""
+    own_pages: int
+    """Those among them that nobody had before, which are free when it ends."""
+
+
+class Forecast:
+    """Learns from those that finish and those that are set back. `conservativeness` scales what is
+    expected; 0 expects nothing."""
+
+    def __init__(self, conservativeness: float = 1.0) -> None:
+        self._conservativeness = conservativeness
+        self._shares = deque(FIRST_SHARES, MOST_SHARES)
+        self._sorted: list[float] = []
+        self._sums: list[float] = []
+        self._step_up = 0.0
+
+    @property
+    def share(self) -> float:
+        """Mean of what finished requests used of what they asked for."""
+        return sum(self._shares) / len(self._shares)
+
+    def finished(self, sequence: Sequence) -> None:
+        """Take in what one used. One that could only end at its limit teaches nothing."""
+        if sequence.end_ids:
+            self._shares.append(min(1.0, sequence.num_generated / _asked(sequence)))
+            self._sorted = []
+            self._step_up *= STEP_DOWN
+
+    def set_back(self) -> None:
+        """The pages did not suffice: expect more from now on."""
+        self._step_up = min(1.0, self._step_up + STEP_UP)
+
+    def remaining(self, sequence: Sequence) -> int:
+        """Tokens that a sequence is expected to get yet."""
+        most = max(0, sequence.most_tokens - sequence.num_total)
+        expected: float = most
+        if sequence.end_ids:
+            asked, so_far = _asked(sequence), sequence.num_total - sequence.num_prompt
+            left = max(0, asked - so_far)
+            mean = asked * self._share_beyond(so_far / asked)
+            expected = AT_PEAK * max(0.0, mean - so_far)
+            expected += self._step_up * (left - expected)
+        return min(most, math.ceil(self._conservativeness * expected))
+
+    def _share_beyond(self, share: float) -> float:
+        """Mean of those that went beyond `share`; 1 where none did."""
+        if not self._sorted:
+            self._sorted = sorted(self._shares)
+            self._sums = list(accumulate(self._sorted, initial=0.0))
+        first = bisect_right(self._sorted, share)
+        count = len(self._sorted) - first
+        return (self._sums[-1] - self._sums[first]) / count if count else 1.0
+
+    def growth(self, sequence: Sequence, found: int | None = None) -> Growth:
+        """Of a sequence that runs, or of one that would share `found` pages if it did."""
+        pages, shared = len(sequence.pages), sequence.num_shared
+        if found is not None:
+            pages = shared = found
+        return Growth(self.remaining(sequence), sequence.num_total, pages, pages - shared)
+
+
+def _asked(sequence: Sequence) -> int:
+    return min(sequence.request.sampling.max_new_tokens, CLIP_TOKENS)
+
+
+def peak_pages(growths: Iterable[Growth]) -> int:
+    """Most pages that they will need together beyond those that they hold now."""
+    left = sorted(growths, reverse=True)
+    given_back = sum(growth.own_pages for growth in left)
+    all_tokens = all_pages = most = 0
+    for count, (remaining, tokens, pages, own_pages) in enumerate(left, start=1):
+        # up to here all have grown as far as this one will, and the others have ended
+        all_tokens += tokens
+        all_pages += pages
+        given_back -= own_pages
+        grown = all_tokens + count * (remaining + HALF_PAGE)
+        most = max(most, grown // PAGE_TOKENS - all_pages - given_back)
+    return most
