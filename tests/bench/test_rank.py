@@ -12,7 +12,7 @@ import torch
 from tests.bench.test_kernels import FixedTimer
 from tetrad.bench import rank, rank_trace
 from tetrad.bench.rank import RankBench, Stage, op_shares, run, step_batch
-from tetrad.bench.rank_trace import REST, Spent, Trace, spent, stretches
+from tetrad.bench.rank_trace import OTHER, REST, Spent, Trace, spent, stretches
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import ConfigError
 from tetrad.core.keys import ACTIVATION, FP8
@@ -21,7 +21,7 @@ from tetrad.core.ranks import Ranks
 from tetrad.data import embedded_model
 from tetrad.kernels.select import resolve_ops
 from tetrad.kernels.timer import timer_for
-from tetrad.roofline.cost import OTHER, OpCall
+from tetrad.roofline.cost import OpCall
 from tetrad.roofline.limits import Rates
 
 CPU = torch.device("cpu")

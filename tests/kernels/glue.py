@@ -20,6 +20,7 @@ GLUE_OPS = (
     "route_activate",
     "sort_tokens",
     "reduce_experts",
+    "head_linear",
     "absorb",
     "finite_rows",
     "sample",
@@ -74,6 +75,7 @@ def glm_case(name: str, num_tokens: int) -> Case:
             "keys": ACTIVATION,
         },
         "rope": {"H": 32, "R": 64, "W": 128, "interleaved": True},
+        "head_linear": {"H": 64, "W": 512, "O": 256},
         "absorb": {"H": 64, "N": 192, "C": 512, "R": 64},
         "activation": {"F": 12288},
         "route": {

@@ -22,6 +22,9 @@ from tetrad.kernels.registry import OPS
 CPU = torch.device("cpu")
 HOPPER = DeviceSnapshot("NVIDIA H200", "cuda", (9, 0), 1 << 37, 132)
 
+STEPS = {"sort_tokens": (2, 200, 600), "head_linear": (2, 17, 33, 65), "absorb": (2, 17, 33, 65)}
+"""Where steps of another size launch another kernel than two tokens do."""
+
 needs_triton = pytest.mark.skipif(
     triton_support.triton is None, reason="Triton has wheels for Linux only"
 )
@@ -42,8 +45,7 @@ def test_compiles_without_spilling(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     op = OPS[name]
     kernels = []
-    sizes = {"sort_tokens": (2, 200, 600), "absorb": (2, 33, 65)}.get(name, (2,))
-    cases = [glm_case(name, num_tokens) for num_tokens in sizes]
+    cases = [glm_case(name, num_tokens) for num_tokens in STEPS.get(name, (2,))]
     cases += [fp8_latents(2)] if name == "latents" else []
     for case in cases:
         inputs = op.check.inputs(case, torch.bfloat16, CPU)

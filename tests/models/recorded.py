@@ -37,6 +37,19 @@ class Stored:
         return stack([self.linear(module, shape) for module in modules])
 
 
+class OnDevice(Stored):
+    """The same on the GPU."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return super().tensor(name, shape).cuda()
+
+    def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
+        return super().linears(modules, shape).to("cuda")
+
+    def linear(self, module: str, shape: tuple[int, int]) -> Weight:
+        return super().linear(module, shape).to("cuda")
+
+
 def seeded(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 

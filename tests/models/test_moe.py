@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.factories import TINY_GLM
-from tests.models.recorded import Recorder, Stored, seeded, torch_ops
+from tests.models.recorded import OnDevice, Recorder, Stored, seeded, torch_ops
 from tetrad.bench.kernels_breakdown import breakdown
 from tetrad.core.arch import ModelArch
-from tetrad.formats.weights import Weight
 from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.kernels.timer import CudaTimer
 from tetrad.layers.moe import JoinedFront, Moe, SeparateFront
@@ -23,19 +21,6 @@ from tetrad.layers.source import WeightLedger, WeightSource
 ARCH = ModelArch.from_config(TINY_GLM)
 LAUNCHES = {"experts": 4}
 """Of a backend on a GPU, where it is not 1: sort, two grouped products, sum."""
-
-
-class OnDevice(Stored):
-    """The same on the GPU."""
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return super().tensor(name, shape).cuda()
-
-    def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
-        return super().linears(modules, shape).to("cuda")
-
-    def linear(self, module: str, shape: tuple[int, int]) -> Weight:
-        return super().linear(module, shape).to("cuda")
 
 
 def block(

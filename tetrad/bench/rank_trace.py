@@ -24,11 +24,12 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.select import OP_NAMES, OpSet
 from tetrad.layers.mlp import Mlp
 from tetrad.models.base import Model
-from tetrad.roofline.cost import OTHER
 
 RUNS = 3
 MARK = "erfinv"
 """In the name of the marking kernel: no model needs the inverse of the error function."""
+OTHER = "other"
+"""Stands for an op's name where a part computes without one."""
 REST = "model"
 """The part that is none of the others: norms and sums between them, embedding, sampling."""
 

@@ -36,6 +36,11 @@ from tetrad.kernels.finite_rows import check as finite_rows_check
 from tetrad.kernels.finite_rows import contract as finite_rows
 from tetrad.kernels.finite_rows import reference as finite_rows_torch
 from tetrad.kernels.finite_rows import triton as finite_rows_triton
+from tetrad.kernels.head_linear import check as head_linear_check
+from tetrad.kernels.head_linear import contract as head_linear
+from tetrad.kernels.head_linear import cublas as head_linear_cublas
+from tetrad.kernels.head_linear import reference as head_linear_torch
+from tetrad.kernels.head_linear import triton as head_linear_triton
 from tetrad.kernels.index_score import check as index_score_check
 from tetrad.kernels.index_score import contract as index_score
 from tetrad.kernels.index_score import reference as index_score_torch
@@ -104,6 +109,13 @@ OPS: Mapping[str, Op] = {
         _op(add_rms_norm, add_rms_norm_check, add_rms_norm_triton, add_rms_norm_torch),
         _op(latents, latents_check, latents_triton, latents_torch),
         _op(rope, rope_check, rope_triton, rope_torch),
+        _op(
+            head_linear,
+            head_linear_check,
+            head_linear_triton,
+            head_linear_cublas,
+            head_linear_torch,
+        ),
         _op(absorb, absorb_check, absorb_triton, absorb_cublas, absorb_torch),
         _op(linear, linear_check, linear_triton, linear_torch),
         _op(activation, activation_check, activation_triton, activation_torch),

@@ -56,6 +56,7 @@ class OpSet:
     add_rms_norm: Backend
     latents: Backend
     rope: Backend
+    head_linear: Backend
     absorb: Backend
     linear: Backend
     activation: Backend

@@ -86,6 +86,12 @@ def _absorb(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     return [case(name, T=load.tokens, H=heads, **widths)]
 
 
+def _head_linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    mla, heads = arch.mla, arch.mla.num_heads // ranks.tp
+    name = f"{heads} heads, {mla.kv_lora_rank} to {mla.v_dim}"
+    return [case(name, T=load.tokens, H=heads, W=mla.kv_lora_rank, O=mla.v_dim)]
+
+
 def _linear(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
     """A quantised one first: dense ones go to cuBLAS in every backend."""
     mla, hidden = arch.mla, arch.hidden
@@ -277,6 +283,7 @@ _RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
     "add_rms_norm": _rms_norm,
     "latents": _latents,
     "rope": _rope,
+    "head_linear": _head_linear,
     "absorb": _absorb,
     "linear": _linear,
     "activation": _activation,

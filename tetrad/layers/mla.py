@@ -107,11 +107,4 @@ class MlaAttention:
         attended = self.ops.mla(
             queries, pool, batch.ragged, selected, mla.softmax_scale, mla.kv_lora_rank
         )
-        return self.o(self._values(attended)), selected
-
-    def _values(self, attended: Tensor) -> Tensor:
-        """[T, H * O] of attended latents [T, H, C]; each head's product is written to its place."""
-        num_tokens, num_heads, _ = attended.shape
-        values = attended.new_empty(num_tokens, num_heads, self.arch.v_dim)
-        torch.bmm(attended.transpose(0, 1), self.w_uv, out=values.transpose(0, 1))
-        return values.flatten(1)
+        return self.o(self.ops.head_linear(attended, self.w_uv).flatten(1)), selected

@@ -18,13 +18,11 @@ from tetrad.core.ranks import Ranks
 from tetrad.kernels.absorb.contract import CONTRACT as ABSORB
 from tetrad.kernels.contract import Case, Contract, case, num_keys
 from tetrad.kernels.experts.contract import CONTRACT as EXPERTS
+from tetrad.kernels.head_linear.contract import CONTRACT as HEAD_LINEAR
 from tetrad.kernels.index_score.contract import CONTRACT as INDEX_SCORE
 from tetrad.kernels.linear.contract import CONTRACT as LINEAR
 from tetrad.kernels.mla.contract import CONTRACT as MLA
 from tetrad.kernels.router.contract import CONTRACT as ROUTER
-
-OTHER = "other"
-"""Stands for an op's name where a part of a layer computes without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class OpCall:
     part: str
     """Of the model: attention, indexer, dense, moe, head."""
     op: str
-    """As the contract is named, or OTHER."""
+    """As the contract is named."""
     what: str
     """Which of the part's calls."""
     flops: float
@@ -76,6 +74,7 @@ _WITHOUT_ROWS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "linear": {"T": 0},
         "router": {"T": 0},
+        "head_linear": {"T": 0},
         "absorb": {"T": 0},
         "mla": {"H": 0},
         "index_score": {"X": 0},
@@ -127,12 +126,10 @@ def step_calls(arch: ModelArch, ranks: Ranks, load: StepLoad) -> tuple[OpCall, .
 class _Listing:
     load: StepLoad
 
-    def _call(
-        self, part: str, contract: Contract, what: str, op: str = "", **values: Any
-    ) -> OpCall:
+    def _call(self, part: str, contract: Contract, what: str, **values: Any) -> OpCall:
         shape = case(what, **values)
         num_bytes = stored_bytes(contract, shape, self.load.key_bytes)
-        return OpCall(part, op or contract.name, what, contract.flops(shape), num_bytes, 1)
+        return OpCall(part, contract.name, what, contract.flops(shape), num_bytes, 1)
 
     def _linear(self, part: str, what: str, rows: int, out: int, width: int) -> OpCall:
         return self._call(part, LINEAR, what, T=rows, out=out, width=width, format="bf16")
@@ -166,8 +163,8 @@ class _Listing:
             T=rows, H=heads, N=mla.nope_dim, C=mla.kv_lora_rank, R=mla.rope_dim,
         )  # fmt: skip
         yield self._call(
-            part, LINEAR, "absorbed values", OTHER,
-            T=rows, out=heads * mla.v_dim, width=mla.kv_lora_rank, format="bf16",
+            part, HEAD_LINEAR, "absorbed values",
+            T=rows, H=heads, W=mla.kv_lora_rank, O=mla.v_dim,
         )  # fmt: skip
         yield self._call(
             part, MLA, "latents", lens=self.load.lens(ranks), H=heads,

@@ -1,4 +1,4 @@
-"""Inputs of absorbed queries, and the answer head by head."""
+"""Inputs of absorbed queries, and the answers of the two ops that they stand for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from tetrad.kernels.backend import Check
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw
+from tetrad.kernels.head_linear import check as head_linear
 from tetrad.kernels.rope import check as rope
 
 
@@ -28,11 +29,10 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
 
 def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """In float64."""
-    queries, weight = inputs["queries"].cpu().double(), inputs["weight"].cpu().double()
-    width = weight.shape[1]
-    absorbed = [queries[:, head, :width] @ matrix for head, matrix in enumerate(weight)]
-    tail = inputs | {"x": queries[..., width:], "interleaved": True}
-    return (torch.cat([torch.stack(absorbed, dim=1), *rope.expected(tail)], dim=-1),)
+    queries, width = inputs["queries"], inputs["weight"].shape[1]
+    absorbed = head_linear.expected(inputs | {"x": queries[..., :width]})
+    turned = rope.expected(inputs | {"x": queries[..., width:], "interleaved": True})
+    return (torch.cat([*absorbed, *turned], dim=-1),)
 
 
 CHECK = Check(inputs, expected)

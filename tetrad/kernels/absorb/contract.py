@@ -6,9 +6,9 @@ from tetrad.kernels.contract import Argument, Contract, case
 
 CONTRACT = Contract(
     name="absorb",
-    summary="of each head the first N columns times its weight, then the other R rotated",
+    summary="head_linear of the first N columns, then the other R rotated",
     arguments=(
-        Argument("queries", "[T, H, N + R]", "activation", "contiguous"),
+        Argument("queries", "[T, H, N + R]", "activation", "as projected"),
         Argument("weight", "[H, N, C]", "activation", "W_UK of each head"),
         Argument("cos", "[T, R/2]", "float32", "cosine of each pair's angle"),
         Argument("sin", "[T, R/2]", "float32", "sine of it; pairs are (2i, 2i + 1)"),
