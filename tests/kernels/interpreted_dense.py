@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.linear import draw_dense, relative_error
+from tests.kernels.linear import DrawnDense, draw_dense, relative_error
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.canary import try_case
 from tetrad.kernels.contract import Case
@@ -57,27 +57,23 @@ def test_case(op: str, case: Case, cores: int, monkeypatch: pytest.MonkeyPatch):
     assert result.passes(OPS[op].contract.tolerance["float32"]), result
 
 
-@pytest.mark.parametrize("is_bulk", [True, False])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 @pytest.mark.parametrize(("num_tokens", "group"), [(1, 16), (40, 2)])
-@pytest.mark.parametrize(("out", "width"), [(200, 640), (37, 212), (130, 51)])
-def test_every_way_to_split(
-    out: int, width: int, num_tokens: int, group: int, splits: int, is_bulk: bool
-):
-    """Ragged rows, columns that fill no step, parts without any column, rows of an odd length."""
+@pytest.mark.parametrize(("out", "width"), [(200, 640), (37, 212), (130, 52)])
+def test_every_way_to_split(out: int, width: int, num_tokens: int, group: int, splits: int):
+    """Ragged rows, columns that fill no step, parts without any column."""
     drawn = draw_dense(CPU, out, width, num_tokens)
-    tile = DenseTile(64, 16, 64, stages=2, group=group, is_bulk=is_bulk)
+    tile = DenseTile(64, 16, 64, stages=2, group=group)
     y = triton_dense.product(drawn.x, drawn.weight, tile, splits, torch.float32)
     assert relative_error(y, drawn.expected()) < 1e-6
     assert int(drawn.weight.arrived.count_nonzero()) == 0
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@pytest.mark.parametrize("is_bulk", [True, False])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_row(poison: float, is_bulk: bool):
+def test_what_is_not_finite_stays_in_its_row(poison: float):
     drawn = draw_dense(CPU, 100, 200, 5)
-    tile = DenseTile(64, 16, 64, stages=2, is_bulk=is_bulk)
+    tile = DenseTile(64, 16, 64, stages=2)
     before = triton_dense.product(drawn.x, drawn.weight, tile, 2, torch.float32)
     drawn.x[3, 150] = poison
     after = triton_dense.product(drawn.x, drawn.weight, tile, 2, torch.float32)
@@ -86,12 +82,13 @@ def test_what_is_not_finite_stays_in_its_row(poison: float, is_bulk: bool):
     assert torch.equal(after[others], before[others])
 
 
-def test_a_part_of_a_larger_matrix():
-    """Rows of a view begin where the copy engine cannot read them."""
-    drawn = draw_dense(CPU, 70, 129, 3)
-    assert not triton_dense.can_be_bulk(drawn.x, drawn.weight.weight)
-    shifted = DenseLinear(torch.zeros(70 * 128 + 1)[1:].view(70, 128), drawn.weight.arrived)
-    assert not triton_dense.can_be_bulk(drawn.x[:, :128].contiguous(), shifted.weight)
-    tile = DenseTile(64, 16, 64, stages=2, is_bulk=True)
-    y = triton_dense.product(drawn.x, drawn.weight, tile, 2, torch.float32)
-    assert relative_error(y, drawn.expected()) < 1e-6
+def test_what_the_copy_engine_cannot_read_goes_to_cublas(monkeypatch: pytest.MonkeyPatch):
+    """Rows of an odd length, and rows of a view that begin between two of its places."""
+    monkeypatch.setattr(triton_dense, "product", None)
+    odd = draw_dense(CPU, 70, 129, 3)
+    even = draw_dense(CPU, 70, 128, 3)
+    shifted = torch.zeros(70 * 128 + 1)[1:].view(70, 128).copy_(even.weight.weight)
+    for drawn in (odd, DrawnDense(even.x, DenseLinear(shifted, even.weight.arrived))):
+        assert not triton_dense.can_be_copied(drawn.x, drawn.weight.weight)
+        y = triton_dense.run(drawn.x, drawn.weight, torch.float32)
+        assert relative_error(y, drawn.expected()) < 1e-6

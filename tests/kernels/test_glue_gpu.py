@@ -242,13 +242,14 @@ def test_heads_products_of_every_step_size(name: str, num_tokens: int, backend: 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 512])
 def test_heads_products_are_not_copied(num_tokens: int):
-    """cuBLAS writes heads side by side: torch makes no copy of what it is given to write to."""
+    """cuBLAS writes heads side by side: torch makes no copy of what it is given to write to.
+    But it may split a sum over many rows, and add it up in one launch more."""
     is_small = num_tokens <= 64
     most = {
         ("head_linear", "triton"): 1,
         ("head_linear", "cublas"): 1,
-        ("absorb", "triton"): 1 if is_small else 2,
-        ("absorb", "cublas"): 2,
+        ("absorb", "triton"): 1 if is_small else 3,
+        ("absorb", "cublas"): 2 if is_small else 3,
     }
     for (name, backend), launches in most.items():
         inputs = inputs_of(OPS[name], glm_case(name, num_tokens))

@@ -18,18 +18,15 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = TensorDescriptor = gdc_launch_dependents = gdc_wait = None
+    triton = tl = TensorDescriptor = None
 
 __all__ = [
     "MIN_CAPABILITY",
     "TensorDescriptor",
     "cdiv",
     "constexpr",
-    "gdc_launch_dependents",
-    "gdc_wait",
     "jit",
     "next_power_of_2",
     "row_warps",
