@@ -20,7 +20,7 @@ from tetrad.kernels import choice as choice_module
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.choice import TOKENS, Contest
 from tetrad.kernels.choice_cache import FILE_NAME, ChoiceCache, cache_folder, source_digest
-from tetrad.kernels.contenders import Regime, by_rows, winners
+from tetrad.kernels.contenders import Regime, by_rows, reason, winners
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.select import choose, resolve_ops
 
@@ -391,6 +391,22 @@ def test_want_of_memory_is_not_remembered(told: Told):
     running.__dict__["timer"] = Full(table)
     assert "OutOfMemoryError" in pick(NORM, running).refusals["triton"]
     assert pick(NORM, contest(told, table)).backend == "triton"
+
+
+def test_attention_may_have_another_backend_for_prompts():
+    op = op_with(OPS["mla"], "a", "b")
+    backends = list(op.backends.values())
+    times = {"a": {8: 10.0, 64: 10.0, 512: 40.0}, "b": {8: 12.0, 64: 15.0, 512: 30.0}}
+    regimes = winners(op, backends, times)
+    assert regimes == (Regime("a", None, "decode"), Regime("b", None, "prefill"))
+    told = reason(regimes, times, "measured")
+    assert (
+        told == "a for decode, b for prefill; a: 10.0 µs against b 15.0 µs at 64 tokens, measured"
+    )
+    alike = {"a": times["a"], "b": {8: 12.0, 64: 15.0, 512: 50.0}}
+    assert winners(op, backends, alike) == (Regime("a", None),)
+    begun = {"a": {8: 10.0}, "b": {8: 7.0}}
+    assert winners(op, backends, begun) == (Regime("b", None),)
 
 
 def test_other_ops_do_not_mix():

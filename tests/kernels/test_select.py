@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import UnsupportedError
+from tetrad.core.errors import ConfigError, UnsupportedError
 from tetrad.core.keys import FP8
 from tetrad.kernels import contract as contract_module
 from tetrad.kernels.backend import Backend, Op, Rounding
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.select import FLAG_OPS, OpSet, choose, resolve_ops
+from tetrad.kernels.select import FLAG_OPS, OpSet, backend_names, choose, resolve_ops
 
 CPU = torch.device("cpu")
 HERE = snapshot("cpu")
@@ -25,7 +25,7 @@ HERE = snapshot("cpu")
 
 def test_flags_that_force_a_backend_exist():
     assert set(FLAG_OPS) <= set(ServeConfig.model_fields)
-    assert set(FLAG_OPS.values()) <= set(OPS)
+    assert {slot.partition(".")[0] for slot in FLAG_OPS.values()} <= set(OPS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -44,6 +44,80 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     }  # fmt: skip
     assert "not run on hardware" in rows["experts"]["remarks"]["flashinfer_trtllm"]
     assert ops.rope is OPS["rope"].backends["torch"]
+
+
+def attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Backends of attention that run here; who ran is noted."""
+    ran: list[str] = []
+
+    def named(name: str) -> Backend:
+        def run(queries, pool, ragged, selected, scale, latent_rank):
+            ran.append(name)
+            return (
+                OPS["mla"]
+                .backends["torch"]
+                .run(queries, pool, ragged, selected, scale, latent_rank)
+            )
+
+        return Backend(name, run)
+
+    op = replace(OPS["mla"], backends={name: named(name) for name in names})
+    monkeypatch.setattr("tetrad.kernels.select.OPS", {**OPS, "mla": op})
+    return ran
+
+
+def test_decodes_and_prompts_may_have_backends_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """Which runs, the host decides by the step's shape; the device is not asked."""
+    ran = attention_on_the_cpu(monkeypatch, "a", "b")
+    ops = resolve_ops("cpu", {"mla": "a", "mla.prefill": "b"})
+    names = backend_names(ops)
+    assert ops.mla.name == names["attention_backend"] == "a+b"
+    assert names["decode_attention_backend"] == "a"
+    assert names["prefill_attention_backend"] == "b"
+    (choice,) = (choice for choice in ops.choices if choice.op == "mla")
+    assert choice.reason == "decode: asked for; prefill: asked for"
+    cases = {each.name: each for each in OPS["mla"].contract.cases}
+    ran.clear()
+    for name in ("decode", "prompt", "mixed step"):
+        ops.mla(**OPS["mla"].check.inputs(cases[name], torch.float32, CPU))
+    assert ran == ["a", "b", "b"]
+
+
+def test_one_backend_for_both_phases_is_one(monkeypatch: pytest.MonkeyPatch):
+    attention_on_the_cpu(monkeypatch, "a", "b")
+    ops = resolve_ops("cpu", {"mla": "a", "mla.decode": "b", "mla.prefill": "b"})
+    assert ops.mla.name == "b"
+    assert set(backend_names(ops).values()) == {"b", "torch"}
+    open_one = resolve_ops("cpu", {"mla.decode": "b"})
+    assert open_one.mla.name == "b+a"
+
+
+def test_a_backend_of_one_phase_is_refused_by_its_flag():
+    with pytest.raises(UnsupportedError, match=r"--decode-attention-backend gluon: .*'torch' or"):
+        resolve_ops("cpu", {"mla.decode": "gluon"})
+    with pytest.raises(UnsupportedError, match=r"--prefill-attention-backend trtion: .*'triton'"):
+        resolve_ops("cpu", {"mla.prefill": "trtion"})
+    with pytest.raises(UnsupportedError, match=r"no op 'experts\.decode'"):
+        resolve_ops("cpu", {"experts.decode": "torch"})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "ours"),
+    [
+        ("attention_backend", "nsa", "auto"),
+        ("prefill_attention_backend", "triton_sparse_mla", "triton"),
+        ("decode_attention_backend", "torch_native", "torch"),
+    ],
+)
+def test_names_of_sglang_stand_for_ours(flag: str, value: str, ours: str):
+    assert getattr(ServeConfig.parse({flag: value}), flag) == ours
+
+
+@pytest.mark.parametrize("value", ["fa3", "trtllm", "flashmla_kv", "flashinfer_sparse_mla"])
+def test_backends_of_sglang_that_are_missing_are_refused(value: str):
+    sentence = rf"--decode-attention-backend {value}: in SGLang this is .*; auto takes the fastest"
+    with pytest.raises(ConfigError, match=sentence):
+        ServeConfig.parse({"decode_attention_backend": value})
 
 
 def test_an_unknown_op_or_backend_names_the_nearest():

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from tetrad.bench.kernels_options import checked_counts, split
+from tetrad.core.attention_names import attention_backend
 from tetrad.core.config import Config, option
 from tetrad.core.keys import checked_cache_dtype
 from tetrad.core.presets import PRESETS
@@ -102,6 +103,11 @@ class BenchRankConfig(Config):
         if not split(text):
             raise ValueError("at least one batch was expected")
         return checked_counts(text)
+
+    @field_validator("attention_backend")
+    @classmethod
+    def _attention_backend(cls, name: str) -> str:
+        return attention_backend(name)
 
     @field_validator("kv_cache_dtype")
     @classmethod

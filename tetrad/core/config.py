@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.config import JsonDict
 
+from tetrad.core.attention_names import attention_backend
 from tetrad.core.errors import ConfigError, nearest
 from tetrad.core.keys import checked_cache_dtype
 from tetrad.core.ranks import Ranks
@@ -255,6 +256,19 @@ class ServeConfig(Config):
         group="Kernels",
     )
     attention_backend: str = option("auto", "Backend of attention.", group="Kernels")
+    decode_attention_backend: str | None = option(
+        None,
+        "Backend of attention in steps where each request has one token. Default: that of "
+        "--attention-backend.",
+        aliases=("--nsa-decode-backend", "--dsa-decode-backend"),
+        group="Kernels",
+    )
+    prefill_attention_backend: str | None = option(
+        None,
+        "Backend of attention in all other steps. Default: that of --attention-backend.",
+        aliases=("--nsa-prefill-backend", "--dsa-prefill-backend"),
+        group="Kernels",
+    )
     random_seed: int = option(
         0, "Seed of requests that bring none of their own.", group="Model", ge=0, le=2**63 - 1
     )
@@ -278,6 +292,11 @@ class ServeConfig(Config):
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe log line to print."
     )
+
+    @field_validator("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+    @classmethod
+    def _attention_backend(cls, name: str | None) -> str | None:
+        return None if name is None else attention_backend(name)
 
     @field_validator("kv_cache_dtype")
     @classmethod

@@ -33,7 +33,7 @@ from tetrad.engine.scheduler import Scheduler
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import device_memory, snapshot
-from tetrad.kernels.select import FLAG_OPS, OpSet, resolve_ops
+from tetrad.kernels.select import FLAG_OPS, OpSet, backend_names, resolve_ops
 from tetrad.kernels.switch import switchable
 from tetrad.layers.cache import KvCache
 from tetrad.models.base import Model
@@ -100,7 +100,6 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "rehearse": config.rehearse,
         **asdict(prepared),
         "memory_statement": statement,
-        **{flag: getattr(ops, op).name for flag, op in FLAG_OPS.items()},
     }
     return Engine(
         scheduler,
@@ -138,8 +137,10 @@ def _forced_backends(config: ServeConfig) -> dict[str, str]:
     wanted = {
         "moe_runner_backend": config.moe_runner_backend,
         "attention_backend": config.attention_backend,
+        "decode_attention_backend": config.decode_attention_backend,
+        "prefill_attention_backend": config.prefill_attention_backend,
     }
-    return {FLAG_OPS[flag]: backend for flag, backend in wanted.items()}
+    return {FLAG_OPS[flag]: name for flag, name in wanted.items() if name is not None}
 
 
 def _choose_ops(
@@ -320,4 +321,5 @@ def _info(
         "weights": model.weight_report,
         "checkpoint_notes": list(model.checkpoint_notes),
         "backends": ops.report,
+        **backend_names(ops),
     }

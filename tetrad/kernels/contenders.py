@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from tetrad.kernels.backend import Backend, Op
+from tetrad.kernels.ragged import Ragged
+from tetrad.kernels.shapes import MOST_SEQUENCES
 
 REFERENCE = "torch"
 """The backend that others are compared with; timed only where it is the last one."""
@@ -27,13 +29,32 @@ Times = dict[str, dict[int, float]]
 """Backend → tokens of the step → microseconds."""
 
 
+PHASE_OPS = ("mla",)
+"""Ops that may have another backend for decodes than for steps with prompts."""
+Phase = Literal["decode", "prefill"]
+PHASES: tuple[Phase, ...] = ("decode", "prefill")
+"""A step in which each sequence has one token; any other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """The backend for steps up to a size."""
+    """The backend for steps up to a size, or of one phase."""
 
     backend: str
     up_to_tokens: int | None
     """None: however large."""
+    phase: Phase | None = None
+    """None: both."""
+
+
+def backend_in(phase: str, regimes: Iterable[Regime]) -> str | None:
+    """What runs steps of `phase`, where regimes tell phases apart."""
+    return next((regime.backend for regime in regimes if regime.phase == phase), None)
+
+
+def phase_of(tokens: int) -> Phase:
+    """Of a timed step."""
+    return "decode" if tokens <= MOST_SEQUENCES else "prefill"
 
 
 def rivals(backends: Iterable[Backend], failures: Mapping[str, str]) -> list[Backend]:
@@ -70,6 +91,8 @@ def winners(op: Op, backends: Sequence[Backend], times: Times) -> tuple[Regime, 
     """
     sizes = decided(backends, times)
     overall = _fastest(contenders(backends, times), times, sizes)
+    if op.contract.name in PHASE_OPS:
+        return _by_phase(contenders(backends, times), times, sizes)
     if op.contract.name not in REGIME_OPS:
         return (Regime(overall, None),)
     (layout,) = (backend.prepare for backend in backends if backend.name == overall)
@@ -81,6 +104,19 @@ def winners(op: Op, backends: Sequence[Backend], times: Times) -> tuple[Regime, 
     changes = [i for i in range(len(best) - 1) if best[i] != best[i + 1]]
     regimes = [Regime(best[i], math.isqrt(sizes[i] * sizes[i + 1])) for i in changes]
     return (*regimes, Regime(best[-1], None))
+
+
+def _by_phase(
+    backends: Sequence[Backend], times: Times, sizes: Sequence[int]
+) -> tuple[Regime, ...]:
+    """The fastest in each phase; in one that was not timed, that of the other."""
+    best: dict[Phase, str] = {}
+    for phase in PHASES:
+        if mine := [size for size in sizes if phase_of(size) == phase]:
+            best[phase] = _fastest(backends, times, mine)
+    if len(set(best.values())) == 1:
+        return (Regime(next(iter(best.values())), None),)
+    return tuple(Regime(name, None, phase) for phase, name in best.items())
 
 
 def _fastest(backends: Sequence[Backend], times: Times, sizes: Sequence[int]) -> str:
@@ -110,6 +146,8 @@ def reason(regimes: tuple[Regime, ...], times: Times, origin: str) -> str:
     told = f"{times[mine][size]:.1f} µs{against} at {size} tokens, {origin}{_dropped(mine, times)}"
     if len(regimes) == 1:
         return told
+    if regimes[0].phase is not None:
+        return f"{', '.join(f'{r.backend} for {r.phase}' for r in regimes)}; {mine}: {told}"
     spans = [
         f"{r.backend} up to {r.up_to_tokens} tokens" if r.up_to_tokens else f"{r.backend} above"
         for r in regimes
@@ -125,6 +163,18 @@ def _dropped(mine: str, times: Times) -> str:
         if each and max(each) < max(times[mine])
     ]
     return "".join(f"; {sentence}" for sentence in told)
+
+
+def by_phase(regimes: Sequence[Regime], backends: Mapping[str, Backend]) -> Backend:
+    """One backend out of two: what the host knows of the step decides which runs, so that a
+    recorded step holds one of them."""
+    decode, prefill = (backends[str(backend_in(phase, regimes))] for phase in PHASES)
+
+    def run(queries: Tensor, pool: Tensor, ragged: Ragged, *args: Any, **kwargs: Any) -> Any:
+        backend = decode if ragged.is_decode else prefill
+        return backend.run(queries, pool, ragged, *args, **kwargs)
+
+    return Backend(f"{decode.name}+{prefill.name}", run, decode.why_not, decode.prepare)
 
 
 def by_rows(regimes: Sequence[Regime], backends: Mapping[str, Backend]) -> Backend:

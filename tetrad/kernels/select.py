@@ -21,13 +21,26 @@ from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
 from tetrad.kernels.choice import BUDGET_S, Attempt, Contest, Outcome
-from tetrad.kernels.contenders import Regime, Times, by_rows
+from tetrad.kernels.contenders import (
+    PHASE_OPS,
+    PHASES,
+    Regime,
+    Times,
+    backend_in,
+    by_phase,
+    by_rows,
+)
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.trial import Pair, Request, try_apart
 
-FLAG_OPS: Mapping[str, str] = {"moe_runner_backend": "experts", "attention_backend": "mla"}
-"""Field of `ServeConfig` that forces a backend → the op it forces."""
+FLAG_OPS: Mapping[str, str] = {
+    "moe_runner_backend": "experts",
+    "attention_backend": "mla",
+    "decode_attention_backend": "mla.decode",
+    "prefill_attention_backend": "mla.prefill",
+}
+"""Field of `ServeConfig` that forces a backend → the op it forces, or the op in one phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +105,18 @@ def resolve_ops(
 ) -> OpSet:
     """Choose for "cpu" or "cuda", activations of `dtype`, and keys cached as `keys`.
 
-    `forced` maps an op to the backend it must have; "auto" leaves the choice open: on a GPU to the
+    `forced` maps an op, or one of PHASE_OPS in a phase ("mla.decode"), to the backend it must have,
+    the latter before the former; "auto" leaves the choice open: on a GPU to the
     fastest at the shapes of `arch` where that is given, else to the first that can run. `tell`
     hears what is being tried and timed. Raises UnsupportedError when a forced op or backend does
     not exist or cannot run here.
     """
     request = Request(device, dtype, dict(forced or {}), arch, keys)
-    for name in request.forced:
-        if name not in OPS:
-            raise UnsupportedError(f"There is no op {name!r}.{nearest(name, OPS)}")
-        _check_name(OPS[name], request.forced[name])
+    for slot, wanted in request.forced.items():
+        name, _, phase = slot.partition(".")
+        if name not in OPS or (phase and (name not in PHASE_OPS or phase not in PHASES)):
+            raise UnsupportedError(f"There is no op {slot!r}.{nearest(slot, OPS)}")
+        _check_name(OPS[name], wanted, slot)
     if torch.device(device).type == "cpu":
         return resolve_here(request, {}, tell)
     outcome = try_apart(request, tell)
@@ -141,7 +156,7 @@ def resolve_here(
         )
     choices = tuple(
         replace(
-            choose(OPS[name], forced.get(name, "auto"), here, refusal, contest),
+            _choose(OPS[name], forced, here, refusal, contest),
             remarks={
                 each.name: each.remarks for each in OPS[name].backends.values() if each.remarks
             },
@@ -153,8 +168,56 @@ def resolve_here(
     return OpSet(**{choice.op: _chosen(choice) for choice in choices}, choices=choices)
 
 
+def backend_names(ops: OpSet) -> dict[str, str]:
+    """Field of `ServeConfig` → the name of what it chooses."""
+    choices = {choice.op: choice for choice in ops.choices}
+    names = {}
+    for flag, slot in FLAG_OPS.items():
+        name, _, phase = slot.partition(".")
+        names[flag] = backend_in(phase, choices[name].regimes) or choices[name].backend
+    return names
+
+
+def _choose(
+    op: Op,
+    forced: Mapping[str, str],
+    here: DeviceSnapshot,
+    refusal: Callable[[Op, Backend], str | None],
+    contest: Contest | None,
+) -> OpChoice:
+    """`choose` as `forced` says, in both phases or in each."""
+    name = op.contract.name
+    everywhere = forced.get(name, "auto")
+    wanted = {phase: forced.get(f"{name}.{phase}", everywhere) for phase in PHASES}
+    if len(set(wanted.values())) == 1:
+        return choose(op, wanted["decode"], here, refusal, contest)
+    found = {
+        phase: choose(op, each, here, refusal, contest, f"{name}.{phase}")
+        for phase, each in wanted.items()
+    }
+    names = {
+        phase: backend_in(phase, choice.regimes) or choice.backend
+        for phase, choice in found.items()
+    }
+    refusals: dict[str, str] = {}
+    times: Times = {}
+    for choice in found.values():
+        refusals |= choice.refusals
+        times |= choice.times_us
+    return OpChoice(
+        name,
+        "+".join(dict.fromkeys(names.values())),
+        "; ".join(f"{phase}: {choice.reason}" for phase, choice in found.items()),
+        refusals,
+        times,
+        tuple(Regime(names[phase], None, phase) for phase in PHASES),
+    )
+
+
 def _chosen(choice: OpChoice) -> Backend:
     backends = OPS[choice.op].backends
+    if choice.regimes and choice.regimes[0].phase is not None:
+        return by_phase(choice.regimes, backends)
     return by_rows(choice.regimes, backends) if choice.regimes else backends[choice.backend]
 
 
@@ -164,11 +227,13 @@ def choose(
     here: DeviceSnapshot,
     refusal: Callable[[Op, Backend], str | None],
     contest: Contest | None = None,
+    slot: str | None = None,
 ) -> OpChoice:
-    """The backend named `wanted`; for "auto" the first that `refusal` lets pass, or of all these
-    the one that wins `contest`, but none that rounds on the way."""
+    """The backend named `wanted` for `slot`, a key of `forced` (default: the op); for "auto" the
+    first that `refusal` lets pass, or of all these the one that wins `contest`, but none that
+    rounds on the way."""
     name = op.contract.name
-    _check_name(op, wanted)
+    _check_name(op, wanted, slot or name)
     refusals: dict[str, str] = {}
     survivors: list[Backend] = []
     for backend in op.backends.values() if wanted == "auto" else (op.backends[wanted],):
@@ -198,25 +263,25 @@ def choose(
     ]
     cure = f" {_listed(others)} or 'auto' would work." if others else ""
     raise UnsupportedError(
-        f"{_asked(name, wanted)}this backend of {name} cannot run on {here.name}: "
+        f"{_asked(slot or name, wanted)}this backend of {name} cannot run on {here.name}: "
         f"{told.rstrip('.')}.{cure}"
     )
 
 
-def _check_name(op: Op, wanted: str) -> None:
+def _check_name(op: Op, wanted: str, slot: str) -> None:
     if wanted != "auto" and wanted not in op.backends:
         name = op.contract.name
         raise UnsupportedError(
-            f"{_asked(name, wanted)}{name} has no backend {wanted!r}; it has "
+            f"{_asked(slot, wanted)}{name} has no backend {wanted!r}; it has "
             f"{_listed(op.backends)}, or 'auto' to let Tetrad choose."
             f"{nearest(wanted, op.backends)}"
         )
 
 
-def _asked(name: str, wanted: str) -> str:
-    """The flag that forced a backend of the op, if there is one: "--attention-backend triton: "."""
-    for flag, op_name in FLAG_OPS.items():
-        if op_name == name:
+def _asked(slot: str, wanted: str) -> str:
+    """The flag that forced a backend, if there is one: "--attention-backend triton: "."""
+    for flag, forced in FLAG_OPS.items():
+        if forced == slot:
             return f"--{flag.replace('_', '-')} {wanted}: "
     return ""
 
