@@ -93,8 +93,9 @@ def _layer_normed(inputs: dict[str, Any]) -> Tensor:
     weight, bias = inputs["index_weight"].cpu().double(), inputs["index_bias"].cpu().double()
     rows = []
     for row in inputs["index_key"].cpu().double():
-        mean = sum(map(float, row)) / len(row)
-        variance = sum((float(value) - mean) ** 2 for value in row) / len(row)
+        values = row.tolist()
+        mean = sum(values) / len(values)
+        variance = sum((value - mean) ** 2 for value in values) / len(values)
         rows.append((row - mean) / (variance + inputs["index_eps"]) ** 0.5 * weight + bias)
     return torch.stack(rows)
 

@@ -24,7 +24,7 @@ def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     weight = inputs["weight"].cpu().double()
     rows = []
     for row in inputs["x"].cpu().double():
-        mean_square = sum(float(value) ** 2 for value in row) / len(row)
+        mean_square = sum(value * value for value in row.tolist()) / len(row)
         rows.append(row / (mean_square + inputs["eps"]) ** 0.5 * weight)
     return (torch.stack(rows),)
 
