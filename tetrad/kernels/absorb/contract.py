@@ -18,9 +18,9 @@ CONTRACT = Contract(
     ),
     cases=(
         case("few rows", T=3, H=3, N=24, C=32, R=8),
-        case("one row, odd widths", T=1, H=2, N=37, C=19, R=6),
-        case("several tiles of rows", T=67, H=2, N=16, C=80, R=4),
         case("too many rows for one launch", T=150, H=2, N=16, C=24, R=8),
+        case("one row, odd widths", T=1, H=2, N=37, C=19, R=6),
+        case("a larger tile", T=40, H=2, N=70, C=80, R=4),
         case("glm widths", T=5, H=4, N=192, C=512, R=64),
     ),
     flops=lambda c: c["T"] * c["H"] * (2.0 * c["N"] * c["C"] + 3.0 * c["R"]),

@@ -1,4 +1,4 @@
-"""The router's product, and what is joined to it."""
+"""The router's product with what is joined to it, and other products that stay in fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CONTRACT = Contract(
     summary="x @ weight^T in fp32: neither x nor weight is rounded, and the result is not",
     arguments=(
         Argument("x", "[T, in]", "activation", "rows"),
-        Argument("weight", "[out, in]", "weight", "router; other matrices of x may follow its E"),
+        Argument("weight", "[out, in]", "weight", "one matrix, or several, one above the other"),
     ),
     results=(Argument("y", "[T, out]", "float32", "x @ weight^T"),),
     cases=(
