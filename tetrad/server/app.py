@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tetrad
 from tetrad.core.errors import CapacityError, RequestError, TetradError
-from tetrad.server import about, chat, completions, native
+from tetrad.server import about, chat, completions, native, tokens
 from tetrad.server.bodies import Body
 from tetrad.server.failures import error_response, response_of, route_of
 from tetrad.server.native_protocol import GenerateBody
@@ -47,6 +47,8 @@ ROUTES = (
     Route(("GET",), "/v1/models", about.models),
     Route(("GET",), "/v1/models/{name:path}", about.model),
     Route(("POST", "PUT"), native.ROUTE, native.native_generate, GenerateBody),
+    Route(("POST",), "/tokenize", tokens.tokenize, tokens.TokenizeBody),
+    Route(("POST",), "/detokenize", tokens.detokenize, tokens.DetokenizeBody),
     Route(("GET",), "/model_info", about.model_info),
     Route(("GET",), "/get_model_info", about.model_info),
     Route(("GET",), "/server_info", about.server_info),
