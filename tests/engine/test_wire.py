@@ -13,9 +13,11 @@ OUTPUT = RequestOutput(
     "a", (5,), (TokenLogprob(5, -0.25, ((5, -0.25), (1, -2.0))),), Finish("stop", 5), 10, 3, 1
 )
 EXAMPLES: list[m.Message] = [
-    m.AddRequests([Request("a", (1, 2, 3), SAMPLING)]),
+    m.AddRequests([Request("a", (1, 2, 3), SAMPLING)], 3),
     m.AbortRequests(["a", "b"]),
-    m.Call(7, "state"),
+    m.Call(7, "state", 3),
+    m.WorkerJoined(3),
+    m.WorkerLeft(3),
     m.Shutdown(),
     m.EngineReady({"total_pages": 4, "backends": [{"op": "topk", "refusals": {}}]}),
     m.EngineProgress("weights", "1 GB"),

@@ -111,6 +111,12 @@ class FakeEngine:
             if not is_over:
                 self.aborted.append(request.rid)
 
+    def add_worker(self, worker: int) -> str:
+        raise NotImplementedError("this engine is in the API process itself")
+
+    def remove_worker(self, worker: int) -> None:
+        raise NotImplementedError("this engine is in the API process itself")
+
     async def flush_cache(self) -> tuple[bool, str]:
         return self.flush_reply
 

@@ -38,7 +38,7 @@ async def start(config: ServeConfig, on_progress: Callable[[EngineProgress], Non
 
 
 if __name__ == "__main__":
-    code = run(ServeConfig.parse(json.loads(sys.argv[1])), start)
+    code = run(ServeConfig.parse({"api_workers": 1} | json.loads(sys.argv[1])), start)
     assert "torch" not in sys.modules
     assert "transformers" not in sys.modules
     sys.exit(code)

@@ -1,7 +1,11 @@
-"""What the API process and the engine process say to each other.
+"""What API processes and the engine process say to each other.
 
 A message travels as two ZeroMQ frames: the class name and the msgpack body of the dataclass.
 Every class that may travel is in `MESSAGES`; nothing else is decoded.
+
+Several API processes ("workers") may share one engine. `worker` is the number under which the
+engine knows one; it is never given again, so what is still under way to a process that is gone
+reaches no other.
 """
 
 from __future__ import annotations
@@ -11,12 +15,16 @@ from typing import Any
 
 from tetrad.core.request import Request, RequestOutput
 
+FIRST_WORKER = 0
+"""The API process that started the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class AddRequests:
-    """API → engine: start these."""
+    """API → engine: start these. A rid is never used again, by no worker."""
 
     requests: list[Request]
+    worker: int = FIRST_WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,23 @@ class Call:
 
     call_id: int
     name: str
+    worker: int = FIRST_WORKER
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """First worker → engine: speak to one more, which answers at the sockets of its number. It is
+    told `EngineReady`."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """First worker → engine: that process is gone. Its requests are aborted, and what it still
+    says is ignored."""
+
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +91,15 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """Engine → API, once: the model is loaded. `info` is what /server_info shows of the engine:
-    resolved limits, memory, chosen backends with reasons and refusals."""
+    """Engine → API, once to each worker: the model is loaded. `info` is what /server_info shows of
+    the engine: resolved limits, memory, chosen backends with reasons and refusals."""
 
     info: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """Engine → API while starting: what it is doing, for the console and for /health."""
+    """Engine → first worker while starting: what it is doing, for the console and for /health."""
 
     phase: str
     detail: str = ""
@@ -92,7 +117,8 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Engine → API after a step that gave someone something."""
+    """Engine → API after a step that gave requests of this worker something: one message for all
+    of them."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
@@ -131,6 +157,8 @@ Message = (
     AddRequests
     | AbortRequests
     | Call
+    | WorkerJoined
+    | WorkerLeft
     | Shutdown
     | EngineReady
     | EngineProgress
@@ -147,6 +175,8 @@ MESSAGES: dict[str, type[Message]] = {
         AddRequests,
         AbortRequests,
         Call,
+        WorkerJoined,
+        WorkerLeft,
         Shutdown,
         EngineReady,
         EngineProgress,

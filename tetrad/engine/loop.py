@@ -2,6 +2,9 @@
 
 A second thread beats: it says at least once a second that the process lives and how long the
 current step has been running, also while that step does not end.
+
+Several API processes may share the engine: each brings two sockets, requests carry its number, and
+after a step each is sent one message with what its own requests got.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
 import zmq
 
@@ -18,6 +22,7 @@ from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError, RequestError, UserError
 from tetrad.core.messages import (
+    FIRST_WORKER,
     AbortRequests,
     AddRequests,
     Call,
@@ -31,10 +36,13 @@ from tetrad.core.messages import (
     RequestRefused,
     Shutdown,
     StepOutputs,
+    WorkerJoined,
+    WorkerLeft,
 )
-from tetrad.core.request import Request
+from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.engine import Engine
-from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode
+from tetrad.engine.outboxes import Outboxes
+from tetrad.engine.wire import INBOX, address, decode
 
 BEAT_INTERVAL_S = 0.5
 LAST_WORDS_MS = 2000
@@ -44,15 +52,19 @@ Load = Callable[[ServeConfig, Callable[[EngineProgress], None]], Engine]
 
 
 class EngineLoop:
-    """Serves one engine over the two sockets in `folder`."""
+    """Serves one engine over the sockets in `folder`, two for each API process."""
 
     def __init__(self, folder: str) -> None:
         self._context = zmq.Context()
         self._folder = folder
+        self._workers: frozenset[int] = frozenset({FIRST_WORKER})
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
-        self._inbox.connect(address(folder, INBOX))
-        self._outbox = self._new_outbox()
+        self._inbox.connect(address(folder, INBOX, FIRST_WORKER))
+        self._outboxes = Outboxes(self._context, folder)
+        self._outboxes.follow(self._workers)
+        self._owners: dict[str, int] = {}
+        """Whose each live request is, but for those of the first worker."""
         self._engine: Engine | None = None
         self._step_started_at: float | None = None
         self._is_over = threading.Event()
@@ -62,9 +74,9 @@ class EngineLoop:
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
         try:
-            self._engine = load(config, self._send)
+            self._engine = load(config, self._outboxes.send_all)
             calm_collector()
-            self._send(EngineReady(self._engine.info))
+            self._outboxes.send_all(EngineReady(self._engine.info))
             self._serve(self._engine)
         except UserError as error:
             return self._die(str(error), type(error).__name__, error.exit_code)
@@ -88,7 +100,30 @@ class EngineLoop:
             outputs = engine.step()
             self._step_started_at = None
             if outputs:
-                self._send(StepOutputs(outputs, engine.stats()))
+                self._hand_out(outputs, engine.stats())
+            if not engine.has_work:
+                self._tell_idle(engine.stats())
+
+    def _hand_out(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
+        """One message to each worker that gets something."""
+        for worker, share in self._shares(outputs).items():
+            self._outboxes.send(worker, StepOutputs(share, stats))
+
+    def _tell_idle(self, stats: EngineStats) -> None:
+        """All workers know the last figures at once; in between, those without requests hear them
+        with the next beat."""
+        if len(self._workers) > 1:
+            self._outboxes.send_all(Heartbeat(0.0, stats))
+
+    def _shares(self, outputs: list[RequestOutput]) -> Mapping[int, list[RequestOutput]]:
+        if not self._owners:
+            return {FIRST_WORKER: outputs}
+        shares = defaultdict(list)
+        for output in outputs:
+            shares[self._owners.get(output.rid, FIRST_WORKER)].append(output)
+            if output.finish is not None:
+                self._owners.pop(output.rid, None)
+        return shares
 
     def _take_messages(self, engine: Engine) -> bool:
         """Handle what has come; sleeps until something comes if there is nothing to do. False at
@@ -105,45 +140,62 @@ class EngineLoop:
 
     def _handle(self, engine: Engine, message: Message) -> None:
         match message:
-            case AddRequests(requests):
+            case AddRequests(requests, worker):
                 for request in requests:
-                    self._add(engine, request)
+                    self._add(engine, request, worker)
             case AbortRequests(rids):
-                for rid in rids:
-                    engine.abort(rid)
+                self._abort(engine, rids)
             case Call():
-                self._send(_answer(engine, message))
+                self._outboxes.send(message.worker, _answer(engine, message))
+            case WorkerJoined(worker):
+                self._join(engine, worker)
+            case WorkerLeft(worker):
+                self._part(engine, worker)
             case _:
                 raise ValueError(f"the engine does not take {type(message).__name__}")
 
-    def _add(self, engine: Engine, request: Request) -> None:
+    def _add(self, engine: Engine, request: Request, worker: int) -> None:
+        if worker not in self._workers:
+            return  # it was under way when its worker died
         try:
             engine.add(request)
         except RequestError as error:
             refused = RequestRefused(request.rid, str(error), error.http_status, error.param)
-            self._send(refused)
+            self._outboxes.send(worker, refused)
+        else:
+            if worker != FIRST_WORKER:
+                self._owners[request.rid] = worker
+
+    def _abort(self, engine: Engine, rids: Iterable[str]) -> None:
+        for rid in rids:
+            engine.abort(rid)
+            self._owners.pop(rid, None)
+
+    def _join(self, engine: Engine, worker: int) -> None:
+        self._workers |= {worker}
+        self._inbox.connect(address(self._folder, INBOX, worker))
+        self._outboxes.follow(self._workers)
+        self._outboxes.send(worker, EngineReady(engine.info))
+
+    def _part(self, engine: Engine, worker: int) -> None:
+        self._workers -= {worker}
+        self._inbox.disconnect(address(self._folder, INBOX, worker))
+        self._outboxes.follow(self._workers)
+        self._abort(engine, [rid for rid, owner in self._owners.items() if owner == worker])
 
     def _beat(self) -> None:
         # Sockets belong to threads, so the beat has its own.
-        outbox = self._new_outbox()
+        outboxes = Outboxes(self._context, self._folder)
         while not self._is_over.wait(BEAT_INTERVAL_S):
+            outboxes.follow(self._workers)
             started_at = self._step_started_at
             age_s = time.monotonic() - started_at if started_at is not None else 0.0
             stats = self._engine.stats() if self._engine else EngineStats()
-            outbox.send_multipart(encode(Heartbeat(age_s, stats)))
+            outboxes.send_all(Heartbeat(age_s, stats))
 
     def _die(self, reason: str, kind: str, exit_code: int) -> int:
-        self._send(EngineDied(reason, exit_code, kind))
+        self._outboxes.send_all(EngineDied(reason, exit_code, kind))
         return exit_code
-
-    def _new_outbox(self) -> zmq.Socket[bytes]:
-        outbox = self._context.socket(zmq.PUSH)
-        outbox.set_hwm(0)
-        outbox.connect(address(self._folder, OUTBOX))
-        return outbox
-
-    def _send(self, message: Message) -> None:
-        self._outbox.send_multipart(encode(message))
 
 
 def _answer(engine: Engine, call: Call) -> Reply:

@@ -9,9 +9,10 @@ import msgspec
 from tetrad.core.messages import MESSAGES, Message
 
 INBOX = "to-engine"
-"""Socket file of the API's messages, inside the private folder both processes know."""
+"""Begins the name of a socket file inside the private folder that all processes know: of the
+messages of one worker."""
 OUTBOX = "to-api"
-"""Socket file of the engine's messages."""
+"""The same of the engine's messages to it."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {name: msgspec.msgpack.Decoder(cls) for name, cls in MESSAGES.items()}
@@ -31,6 +32,6 @@ def decode(frames: Sequence[bytes]) -> Message:
     return message
 
 
-def address(folder: str, socket: str) -> str:
-    """ZeroMQ endpoint of one of the two sockets."""
-    return f"ipc://{folder}/{socket}"
+def address(folder: str, box: str, worker: int) -> str:
+    """ZeroMQ endpoint of one of the two sockets of a worker, which binds both."""
+    return f"ipc://{folder}/{box}-{worker}"

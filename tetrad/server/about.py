@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sys
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -82,7 +82,7 @@ async def server_info(service: Service, _request: Request) -> Response:
         "model_path": str(service.model.folder),
         "tokenizer_path": str(service.model.text_folder),
         "api_key_required": service.config.api_key is not None,
-        "launch_command": shlex.join(_without_key(sys.argv)),
+        "launch_command": shlex.join(_without_key(service.command)),
         "version": tetrad.__version__,
         "startup_time": service.startup_s,
         "frontend": "python",
@@ -124,7 +124,7 @@ async def _state(engine: EnginePort) -> dict[str, Any] | None:
         return None
 
 
-def _without_key(arguments: list[str]) -> list[str]:
+def _without_key(arguments: Sequence[str]) -> list[str]:
     """The command line, with the key's value replaced."""
     shown = list(arguments)
     for i, argument in enumerate(arguments):

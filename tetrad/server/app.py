@@ -63,6 +63,7 @@ ROUTES = (
 def build_app(service: Service) -> FastAPI:
     """The ASGI application of one service."""
     # The pages at /docs would load scripts from elsewhere; the document itself is served.
+    service.metrics.tell_apart(route.path for route in ROUTES)
     app = FastAPI(title="Tetrad", version=tetrad.__version__, docs_url=None, redoc_url=None)
     for route in ROUTES:
         for method in route.methods:

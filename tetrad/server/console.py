@@ -44,6 +44,7 @@ class Console:
         lines = [
             f"Tetrad {tetrad.__version__} serves {service.model.name} at {url}",
             *_facts(info),
+            *_processes(service.config.api_workers or 1),
             f"  ready in {service.startup_s:.1f} s; Ctrl-C ends it",
         ]
         self.say("\n".join(lines))
@@ -73,6 +74,11 @@ def _facts(info: dict[str, Any]) -> list[str]:
         f"{info['max_running_requests']} requests at once",
     ]
     return lines + _kernels(info["backends"])
+
+
+def _processes(num_workers: int) -> list[str]:
+    """Nothing to say of one."""
+    return [] if num_workers == 1 else [f"  api      {num_workers} processes share the port"]
 
 
 def _held(name: str, held: dict[str, int]) -> str:

@@ -63,3 +63,14 @@ class EnginePort(Protocol):
 
     async def stop(self) -> None:
         """End it; open requests get an error."""
+
+
+class StartedEngine(EnginePort, Protocol):
+    """What the API process that started it may do besides."""
+
+    def add_worker(self, worker: int) -> str:
+        """Have it speak to one more API process, by a number never given before; returns the folder
+        of the sockets. Raises EngineDiedError."""
+
+    def remove_worker(self, worker: int) -> None:
+        """That process is gone: abort its requests. Raises EngineDiedError."""

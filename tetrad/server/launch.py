@@ -1,6 +1,6 @@
-"""Starting and ending the server process.
+"""Starting and ending the server: its first API process, and often its only one.
 
-    bind the port → answer /health with 503 → start the engine → serve
+    bind the port → answer /health with 503 → start the engine and further API processes → serve
     SIGTERM, SIGINT → 503 to newcomers, let the others finish → stop the engine → exit 0
     the engine dies or sticks → every open request gets an error → exit 5, reason on stderr
 
@@ -10,17 +10,14 @@ The port is bound first: a taken port is told in a second, not after a model was
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from tetrad.core.collector import calm_collector
@@ -29,27 +26,27 @@ from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, Unsupp
 from tetrad.core.messages import EngineProgress
 from tetrad.data import NAME, model_folder
 from tetrad.engine.client import EngineClient
-from tetrad.server.app import build_app
+from tetrad.engine.share import usable_processors
 from tetrad.server.console import Console
-from tetrad.server.engine_port import EnginePort
+from tetrad.server.engine_port import StartedEngine
+from tetrad.server.http import HttpServer
+from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
+from tetrad.server.tally import Tally
+from tetrad.server.workers import ApiWorkers, automatic
 
 POLL_S = 0.1
 BACKLOG = 2048
-KEEP_ALIVE_S = 65
-"""Longer than clients and proxies usually keep an idle connection, so that they close it first."""
-LAST_BYTES_S = 5
-"""How long open responses get to send what they have."""
 EVERYWHERE = ("0.0.0.0", "::", "")
 
-StartEngine = Callable[[ServeConfig, Callable[[EngineProgress], None]], Awaitable[EnginePort]]
+StartEngine = Callable[[ServeConfig, Callable[[EngineProgress], None]], Awaitable[StartedEngine]]
 
 
 def run(config: ServeConfig, start_engine: StartEngine = EngineClient.start) -> int:
     """Serve until told to end; returns the exit code. Errors of ours are told on stderr."""
     console = Console(sys.stderr)
-    _set_up_logging(config)
+    set_up_logging(config)
     try:
         resolved = _resolve(config)
         with _bind(resolved) as listener:
@@ -61,7 +58,7 @@ def run(config: ServeConfig, start_engine: StartEngine = EngineClient.start) -> 
 
 
 def _resolve(config: ServeConfig) -> ServeConfig:
-    """Fill in what does not depend on the machine."""
+    """Fill in what does not depend on the device."""
     if config.tp > 1:
         raise UnsupportedError(
             f"--tp {config.tp} is not supported in this version; leave it out to use one device."
@@ -73,25 +70,32 @@ def _resolve(config: ServeConfig) -> ServeConfig:
             f"downloaded), or {NAME}, the embedded model."
         )
     name = config.served_model_name or folder.resolve().name
-    return config.model_copy(update={"model": folder, "served_model_name": name})
+    return config.model_copy(
+        update={
+            "model": folder,
+            "served_model_name": name,
+            "api_workers": config.api_workers or automatic(usable_processors()),
+        }
+    )
 
 
 def _bind(config: ServeConfig) -> socket.socket:
-    """A bound socket; a port that cannot be had is a ConfigError."""
+    """A listening socket; a port that cannot be had is a ConfigError."""
     try:
         infos = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, kind, protocol, _, address = infos[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+        listener = _bound(family, kind, protocol, address)
+        if config.api_workers != 1:
+            # A socket that shares its port would also share that of another server of this user:
+            # whether the port is free was found out without.
+            address = listener.getsockname()
+            listener.close()
+            listener = _bound(family, kind, protocol, address, is_shared=True)
+    except socket.gaierror as error:
         raise ConfigError(f"--host {config.host} cannot be used: {error.strerror}.") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"Port {config.port} on {config.host} cannot be had ({error.strerror}); choose another "
             "with --port, or --port 0 for a free one."
@@ -99,16 +103,21 @@ def _bind(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _set_up_logging(config: ServeConfig) -> None:
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-    # uvicorn's own announcements say less than ours.
-    quiet = logging.INFO if config.log_level == "debug" else logging.ERROR
-    logging.getLogger("uvicorn").setLevel(quiet)
+def _bound(
+    family: int, kind: int, protocol: int, address: Any, *, is_shared: bool = False
+) -> socket.socket:
+    """A socket that listens there; with `is_shared` others may, too."""
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _warn_if_open(config: ServeConfig, console: Console) -> None:
@@ -120,13 +129,15 @@ def _warn_if_open(config: ServeConfig, console: Console) -> None:
 
 
 class Launch:
-    """One server process from start to end."""
+    """One server from start to end."""
 
     def __init__(self, config: ServeConfig, listener: socket.socket, console: Console) -> None:
         self._config = config
         self._listener = listener
         self._console = console
-        self._service = Service(config, ServedModel.load(config))
+        num_workers = config.api_workers or 1
+        tally = Tally() if num_workers == 1 else Tally.shared(num_workers)
+        self._service = Service(config, ServedModel.load(config), tally)
         self._told_to_end = asyncio.Event()
 
     async def serve(self, start_engine: StartEngine) -> int:
@@ -135,30 +146,49 @@ class Launch:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         http = HttpServer(self._service, self._listener)
+        workers = ApiWorkers(self._service, self._listener)
+        workers.start()
         try:
-            await self._serve(start_engine, http)
+            if (engine := await self._started(start_engine, http, workers)) is not None:
+                await self._serve(engine, http, workers)
         finally:
+            await workers.stop()
             await http.end()
         return 0
 
-    async def _serve(self, start_engine: StartEngine, http: HttpServer) -> None:
+    async def _started(
+        self, start_engine: StartEngine, http: HttpServer, workers: ApiWorkers
+    ) -> StartedEngine | None:
+        """The engine, once it is ready; None when told to end before."""
         starting = asyncio.ensure_future(start_engine(self._config, self._progress))
-        await self._until_told_to_end(starting, http.ended)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            return
-        engine = starting.result()
+        await self._until_told_to_end(starting, http.ended, workers.failed)
+        if starting.done():
+            return starting.result()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        if workers.failed.done():
+            raise workers.failed.result()
+        return None
+
+    async def _serve(self, engine: StartedEngine, http: HttpServer, workers: ApiWorkers) -> None:
         try:
-            self._service.attach(engine)
-            calm_collector()
-            self._console.ready(self._service, url(self._config, self._listener))
+            self._service.attach(engine, is_ready=False)
+            joining = asyncio.ensure_future(workers.join(engine))
+            await self._until_told_to_end(joining, engine.died, http.ended)
+            if not joining.cancel():
+                joining.result()
+                self._service.be_ready()
+                calm_collector()
+                self._console.ready(self._service, url(self._config, self._listener))
             await self._watch(engine, http)
+            workers.drain()
             await self._drain(engine)
         except EngineDiedError as error:
             self._service.fail(str(error))
+            workers.fail(str(error))
             raise
         finally:
+            await workers.stop()
             await engine.stop()
 
     async def _until_told_to_end(
@@ -173,13 +203,13 @@ class Launch:
         finally:
             told.cancel()
 
-    async def _watch(self, engine: EnginePort, http: HttpServer) -> None:
+    async def _watch(self, engine: StartedEngine, http: HttpServer) -> None:
         """Until a signal. Raises EngineDiedError when the engine dies or sticks."""
         while not (self._told_to_end.is_set() or http.ended.done()):
             _check_alive(engine, self._config.step_timeout)
             await self._until_told_to_end(engine.died, http.ended, timeout_s=POLL_S)
 
-    async def _drain(self, engine: EnginePort) -> None:
+    async def _drain(self, engine: StartedEngine) -> None:
         """Let open requests finish, as long as they may take."""
         self._service.phase = "draining"
         if num_open := self._service.open_requests:
@@ -206,7 +236,7 @@ class Launch:
         self._told_to_end.set()
 
 
-def _check_alive(engine: EnginePort, step_timeout_s: float) -> None:
+def _check_alive(engine: StartedEngine, step_timeout_s: float) -> None:
     """Raise EngineDiedError when the engine has died, sticks in a step or fell silent."""
     if engine.died.done():
         raise engine.died.result()
@@ -220,36 +250,6 @@ def _check_alive(engine: EnginePort, step_timeout_s: float) -> None:
             f"The engine is stuck: it has been silent for {engine.last_beat_age_s:.0f} s and "
             f"--step-timeout is {step_timeout_s:g} s."
         )
-
-
-class HttpServer:
-    """uvicorn on a bound socket, without its own handling of signals."""
-
-    def __init__(self, service: Service, listener: socket.socket) -> None:
-        config = uvicorn.Config(
-            build_app(service),
-            log_config=None,
-            access_log=service.config.log_level == "debug",
-            lifespan="off",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            http="httptools",
-            timeout_graceful_shutdown=LAST_BYTES_S,
-        )
-        self._server = _Uvicorn(config)
-        self.ended = asyncio.ensure_future(self._server.serve(sockets=[listener]))
-        """Done when it serves no more; the result may be an exception."""
-
-    async def end(self) -> None:
-        """Take no more connections, let open responses send their last bytes."""
-        self._server.should_exit = True
-        await self.ended
-
-
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def url(config: ServeConfig, listener: socket.socket) -> str:

@@ -1,20 +1,33 @@
-"""Figures for Prometheus: counted per request, read from the engine when scraped."""
+"""Figures for Prometheus: counted per request, read from the engine when scraped.
+
+Counts are kept in the tally that all API processes share, so that any of them shows the sums.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 from tetrad.core.errors import CapacityError, RequestError
 from tetrad.core.messages import EngineStats
+from tetrad.server.tally import FIRST_COUNTER, NUM_COLUMNS, OPEN, UNANSWERED, Tally
 
 Outcome = Literal["success", "cancelled", "failed", "refused"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+OTHER_ROUTE = "other"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
@@ -31,24 +44,13 @@ class WatchedEngine(Protocol):
     def step_age_s(self) -> float: ...
 
 
-class WatchedDoor(Protocol):
-    """What is read of the API process at each scrape."""
-
-    open_requests: int
-    unanswered_requests: int
-
-
 class Metrics:
-    """One registry per API process."""
+    """What one API process counts, and the sums over all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "tetrad_requests",
-            "HTTP requests for generation by route and outcome.",
-            ("route", "outcome"),
-            registry=self.registry,
-        )
+        self._num_columns = FIRST_COUNTER
         self.first_token = self._histogram(
             "time_to_first_token", "From the request's arrival to its first token.", _SECONDS
         )
@@ -58,21 +60,84 @@ class Metrics:
         self.whole = self._histogram(
             "request_duration", "From a request's arrival to its last token.", _SECONDS
         )
+        self._requests: dict[tuple[str, Outcome], int] = {}
+        self.tell_apart((OTHER_ROUTE,))
+        self.registry.register(self)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"tetrad_{name}_seconds", text, buckets=buckets, registry=self.registry)
+    def tell_apart(self, routes: Iterable[str]) -> None:
+        """Count each of these routes by itself. All processes of a server must say the same."""
+        for route in routes:
+            if (route, OUTCOMES[0]) not in self._requests:
+                first = self._columns(len(OUTCOMES))
+                self._requests |= {(route, out): first + i for i, out in enumerate(OUTCOMES)}
 
-    def watch(self, engine: WatchedEngine, door: WatchedDoor) -> None:
-        """Read these at each scrape from now on."""
-        self.registry.register(_EngineCollector(engine, door))
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> _Histogram:
+        first = self._columns(len(bounds) + 2)
+        return _Histogram(self.tally, first, f"tetrad_{name}_seconds", text, bounds)
+
+    def _columns(self, num: int) -> int:
+        """The first of so many columns that nothing else uses."""
+        first = self._num_columns
+        self._num_columns += num
+        assert self._num_columns <= NUM_COLUMNS, "the tally's rows are too short"
+        return first
+
+    def watch(self, engine: WatchedEngine) -> None:
+        """Read the engine at each scrape from now on."""
+        self.registry.register(_EngineCollector(engine, self.tally))
+
+    def count(self, route: str, outcome: Outcome) -> None:
+        """An HTTP request for generation is over."""
+        known = route if (route, outcome) in self._requests else OTHER_ROUTE
+        self.tally.add(self._requests[known, outcome])
 
     def refused(self, route: str) -> None:
         """A request was turned away with an HTTP status before it generated anything."""
-        self.requests.labels(route, "refused").inc()
+        self.count(route, "refused")
 
     def exposition(self) -> bytes:
         """The text format of Prometheus."""
         return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """The sums, for the registry."""
+        requests = CounterMetricFamily(
+            "tetrad_requests",
+            "HTTP requests for generation by route and outcome.",
+            labels=("route", "outcome"),
+        )
+        for labels, column in self._requests.items():
+            if (num := self.tally.total(column)) > 0:
+                requests.add_metric(labels, num)
+        yield requests
+        for histogram in (self.first_token, self.per_token, self.whole):
+            yield histogram.family()
+
+
+class _Histogram:
+    """Columns: how many values fell below each bound but not the one before, those above all, and
+    the values' sum."""
+
+    def __init__(
+        self, tally: Tally, first: int, name: str, text: str, bounds: Sequence[float]
+    ) -> None:
+        self._tally = tally
+        self._first = first
+        self._name = name
+        self._text = text
+        self._bounds = bounds
+
+    def observe(self, value: float) -> None:
+        self._tally.add(self._first + bisect_left(self._bounds, value))
+        self._tally.add(self._first + len(self._bounds) + 1, value)
+
+    def family(self) -> HistogramMetricFamily:
+        """The sums over all processes."""
+        columns = range(self._first, self._first + len(self._bounds) + 2)
+        *counts, values_sum = map(self._tally.total, columns)
+        names = map(floatToGoString, (*self._bounds, float("inf")))
+        buckets = list(zip(names, accumulate(counts), strict=True))
+        return HistogramMetricFamily(self._name, self._text, buckets, values_sum)
 
 
 class RequestWatch:
@@ -119,13 +184,13 @@ class RequestWatch:
             return
         else:
             outcome = "failed" if isinstance(error, Exception) else "cancelled"
-        self._metrics.requests.labels(self._route, outcome).inc()
+        self._metrics.count(self._route, outcome)
 
 
 class _EngineCollector:
-    def __init__(self, engine: WatchedEngine, door: WatchedDoor) -> None:
+    def __init__(self, engine: WatchedEngine, tally: Tally) -> None:
         self._engine = engine
-        self._door = door
+        self._tally = tally
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
@@ -133,10 +198,10 @@ class _EngineCollector:
         gauges: dict[str, tuple[str, float]] = {
             "running_requests": ("Sequences in the engine's steps.", stats.running_requests),
             "waiting_requests": ("Requests the engine has not begun.", stats.waiting_requests),
-            "open_requests": ("Engine requests in flight.", self._door.open_requests),
+            "open_requests": ("Engine requests in flight.", self._tally.total(OPEN)),
             "unanswered_requests": (
                 "Engine requests in flight without a first token.",
-                self._door.unanswered_requests,
+                self._tally.total(UNANSWERED),
             ),
             "cache_usage_ratio": ("Share of cache pages held by live requests.", held),
             "cache_kept_pages": ("Pages kept only for later prefixes.", stats.cached_pages),
@@ -157,6 +222,14 @@ class _EngineCollector:
             "nonfinite_logits": ("Requests failed by NaN or infinity.", stats.nonfinite_total),
             "engine_steps": ("Forward passes.", stats.steps_total),
         }
+        by_worker = GaugeMetricFamily(
+            "tetrad_worker_open_requests",
+            "Engine requests in flight by API process.",
+            labels=("worker",),
+        )
+        for worker, value in enumerate(self._tally.each(OPEN)):
+            by_worker.add_metric((str(worker),), value)
+        yield by_worker
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"tetrad_{name}", text, value=value)
         for name, (text, value) in counters.items():

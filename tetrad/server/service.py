@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from typing import Literal
@@ -12,6 +13,7 @@ from tetrad.core.errors import CapacityError, EngineDiedError, TetradError
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import Metrics
 from tetrad.server.model import ServedModel
+from tetrad.server.tally import OPEN, UNANSWERED, Tally
 
 Phase = Literal["starting", "ready", "draining", "dead"]
 
@@ -21,29 +23,45 @@ RETRY_AFTER_S: dict[Phase, int] = {"starting": 5, "ready": 1, "draining": 30, "d
 
 
 class Service:
-    """State of one API process."""
+    """State of one API process, which may be one of several."""
 
-    def __init__(self, config: ServeConfig, model: ServedModel) -> None:
+    def __init__(self, config: ServeConfig, model: ServedModel, tally: Tally | None = None) -> None:
+        """`tally` is shared by the API processes of a server."""
         self.config = config
         self.model = model
-        self.metrics = Metrics()
+        self.tally = tally or Tally()
+        self.metrics = Metrics(self.tally)
         self.phase: Phase = "starting"
         self.detail = ""
         """What is being done while starting, or why the engine died."""
         self.started_at = time.time()
         self.startup_s = 0.0
-        self.open_requests = 0
-        """Engine requests in flight."""
-        self.unanswered_requests = 0
-        """Those of them without a first token."""
+        self.command: tuple[str, ...] = tuple(sys.argv)
+        """How the server was started."""
         self._engine: EnginePort | None = None
 
-    def attach(self, engine: EnginePort) -> None:
-        """The engine is ready: serve."""
+    @property
+    def open_requests(self) -> int:
+        """Engine requests in flight, of all API processes."""
+        return int(self.tally.total(OPEN))
+
+    @property
+    def unanswered_requests(self) -> int:
+        """Those of them without a first token."""
+        return int(self.tally.total(UNANSWERED))
+
+    def attach(self, engine: EnginePort, *, is_ready: bool = True) -> None:
+        """The engine is ready: serve. Unless `is_ready` the server is not said to be healthy yet,
+        because others are not ready."""
         self._engine = engine
+        self.metrics.watch(engine)
+        if is_ready:
+            self.be_ready()
+
+    def be_ready(self) -> None:
+        """All of the server is ready."""
         self.startup_s = time.time() - self.started_at
         self.phase = "ready"
-        self.metrics.watch(engine, self)
 
     def fail(self, reason: str) -> None:
         """The engine has died: nothing is served any more."""
@@ -85,14 +103,13 @@ class Service:
     @contextlib.contextmanager
     def admit(self, num_requests: int) -> Iterator[Admission]:
         """Count engine requests in and out. Raises CapacityError when they may not come in."""
-        self._check_room(num_requests)
-        admission = Admission(self, num_requests)
+        admission = self._let_in(num_requests)
         try:
             yield admission
         finally:
             admission.leave()
 
-    def _check_room(self, num_requests: int) -> None:
+    def _let_in(self, num_requests: int) -> Admission:
         engine = self.engine
         if self.phase == "draining":
             raise CapacityError(
@@ -100,11 +117,15 @@ class Service:
                 retry_after_s=RETRY_AFTER_S["draining"],
             )
         limit = self.config.max_queued_requests
-        if limit is not None and (queued := self._queued(engine, num_requests)) > limit:
-            raise CapacityError(
-                f"{queued} requests would wait and --max-queued-requests is {limit}; try again "
-                "later."
-            )
+        if limit is None:
+            return Admission(self.tally, num_requests)
+        with self.tally.exclusive():
+            if (queued := self._queued(engine, num_requests)) > limit:
+                raise CapacityError(
+                    f"{queued} requests would wait and --max-queued-requests is {limit}; try "
+                    "again later."
+                )
+            return Admission(self.tally, num_requests)
 
     def _queued(self, engine: EnginePort, num_requests: int) -> int:
         """Requests that would wait if `num_requests` more came: those beyond the engine's slots,
@@ -116,20 +137,20 @@ class Service:
 
 
 class Admission:
-    """The engine requests of one HTTP request, as counted by its Service."""
+    """The engine requests of one HTTP request, as counted by the tally."""
 
-    def __init__(self, service: Service, num_requests: int) -> None:
-        self._service = service
+    def __init__(self, tally: Tally, num_requests: int) -> None:
+        self._tally = tally
         self._num_requests = num_requests
         self._num_unanswered = num_requests
-        service.open_requests += num_requests
-        service.unanswered_requests += num_requests
+        tally.add(OPEN, num_requests)
+        tally.add(UNANSWERED, num_requests)
 
     def first_token(self) -> None:
         """One of the requests got its first token."""
         self._num_unanswered -= 1
-        self._service.unanswered_requests -= 1
+        self._tally.add(UNANSWERED, -1)
 
     def leave(self) -> None:
-        self._service.open_requests -= self._num_requests
-        self._service.unanswered_requests -= self._num_unanswered
+        self._tally.add(OPEN, -self._num_requests)
+        self._tally.add(UNANSWERED, -self._num_unanswered)

@@ -1,0 +1,80 @@
+"""Numbers that the API processes of a server share, so that each of them can tell the whole.
+
+A table in memory: a row for each process, which only that process writes, and a column for each
+number. What a process has counted stays when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Self
+
+from tetrad.core.errors import UnsupportedError
+
+NUM_COLUMNS = 1024
+ROW_BYTES = NUM_COLUMNS * 8
+
+OPEN, UNANSWERED, IS_SERVING = range(3)
+"""Columns of a process's state: engine requests in flight, those of them without a first token,
+whether it takes connections."""
+FIRST_COUNTER = 3
+"""The column at which counters begin, which never go back."""
+
+
+class Tally:
+    """The table, as one process sees it: `add` and `put` write its own row."""
+
+    def __init__(self, num_rows: int = 1, row: int = 0, file: int = -1) -> None:
+        """`file` is the descriptor of a table that others have too."""
+        self.num_rows = num_rows
+        self.file = file
+        table = memoryview(mmap.mmap(file, num_rows * ROW_BYTES)).cast("d")
+        self._rows = [
+            table[start : start + NUM_COLUMNS] for start in range(0, len(table), NUM_COLUMNS)
+        ]
+        self._own = self._rows[row]
+
+    @classmethod
+    def shared(cls, num_rows: int) -> Self:
+        """A new table for so many processes; ours is the first row."""
+        if not hasattr(os, "memfd_create"):
+            raise UnsupportedError(f"--api-workers {num_rows} needs Linux; 1 works here.")
+        file = os.memfd_create("tetrad-tally")
+        os.ftruncate(file, num_rows * ROW_BYTES)
+        return cls(num_rows, 0, file)
+
+    def add(self, column: int, amount: float = 1.0) -> None:
+        self._own[column] += amount
+
+    def put(self, column: int, value: float) -> None:
+        self._own[column] = value
+
+    def total(self, column: int) -> float:
+        """Over all processes."""
+        return sum(row[column] for row in self._rows)
+
+    def each(self, column: int) -> list[float]:
+        """By process."""
+        return [row[column] for row in self._rows]
+
+    def bury(self, row: int) -> None:
+        """Its process is gone: nothing is open there. What it counted stays."""
+        for column in range(FIRST_COUNTER):
+            self._rows[row][column] = 0.0
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """No other process is in such a block at the same time; a lock of a process that dies is
+        free. Keep it short: others wait."""
+        if self.file < 0:
+            yield
+            return
+        fcntl.lockf(self.file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN)

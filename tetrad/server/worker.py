@@ -1,0 +1,126 @@
+"""A further API process: `python -m tetrad.server.worker --number N --tally FD --listener FD`.
+
+Started by `workers.ApiWorkers` with a pipe as standard input, by which it is told what to do. When
+the pipe closes, the first process is gone and this one ends. Signals of a terminal or a service
+manager are the first process's to handle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import uvloop
+
+from tetrad.core.collector import calm_collector
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import EngineDiedError
+from tetrad.engine.link import EngineLink
+from tetrad.server.http import HttpServer
+from tetrad.server.logs import set_up_logging
+from tetrad.server.model import ServedModel
+from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, orders
+from tetrad.server.service import Service
+from tetrad.server.tally import IS_SERVING, Tally
+
+LAST_ORDER_WAIT_S = 10.0
+"""A process that cannot hear the engine is soon told to end; if not, only it is at fault."""
+
+
+class Worker:
+    """One process from start to end."""
+
+    def __init__(self, service: Service, listener: socket.socket) -> None:
+        self._service = service
+        self._listener = listener
+        self._join: asyncio.Future[Join] = asyncio.get_running_loop().create_future()
+        self._end = asyncio.Event()
+        self._link: EngineLink | None = None
+
+    async def serve(self) -> int:
+        """Serve from `Join` to `End`; returns the exit code."""
+        join = await self._join
+        self._link = link = await EngineLink.join(join.folder, join.worker)
+        self._service.attach(link, is_ready=False)
+        http = HttpServer(self._service, self._listener)
+        try:
+            calm_collector()
+            await http.listens()
+            self._service.tally.put(IS_SERVING, 1.0)
+            return await self._until_the_end(link, http)
+        finally:
+            await link.stop()
+            await http.end()
+
+    async def _until_the_end(self, link: EngineLink, http: HttpServer) -> int:
+        told = asyncio.ensure_future(self._end.wait())
+        await asyncio.wait((told, link.died, http.ended), return_when=asyncio.FIRST_COMPLETED)
+        if link.died.done():
+            self._service.fail(str(link.died.result()))
+            await asyncio.wait((told,), timeout=LAST_ORDER_WAIT_S)
+        told.cancel()
+        return 0 if self._end.is_set() else EngineDiedError.exit_code
+
+    def obey(self, order: Order) -> None:
+        """Do what the first process says."""
+        match order:
+            case Join():
+                self._join.set_result(order)
+            case BeReady():
+                self._service.be_ready()
+            case Drain():
+                self._service.phase = "draining"
+            case Fail(reason):
+                self._service.fail(reason)
+                if self._link is not None:
+                    self._link.fail(EngineDiedError(reason))
+            case End():
+                self._end.set()
+
+
+def main() -> int:
+    """Serve until told to end; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="tetrad.server.worker")
+    parser.add_argument("--number", required=True, type=int)
+    parser.add_argument("--tally", required=True, type=int, metavar="DESCRIPTOR")
+    parser.add_argument("--listener", required=True, type=int, metavar="DESCRIPTOR")
+    arguments = parser.parse_args()
+    told = orders(sys.stdin.fileno())
+    begin = next(told, None)
+    if not isinstance(begin, Begin):
+        return EngineDiedError.exit_code
+    config = ServeConfig.model_validate_json(begin.config_json)
+    set_up_logging(config, f"api-{arguments.number} ")
+    tally = Tally(begin.num_workers, arguments.number, arguments.tally)
+    service = Service(config, ServedModel.load(config), tally)
+    service.command, service.started_at = tuple(begin.command), begin.started_at
+    with socket.socket(fileno=arguments.listener) as listener:
+        return uvloop.run(_serve(service, listener, told))
+
+
+async def _serve(service: Service, listener: socket.socket, told: Iterator[Order]) -> int:
+    worker = Worker(service, listener)
+    watch = threading.Thread(
+        target=_pass_on, args=(told, worker, asyncio.get_running_loop()), daemon=True
+    )
+    watch.start()
+    return await worker.serve()
+
+
+def _pass_on(told: Iterator[Order], worker: Worker, loop: asyncio.AbstractEventLoop) -> None:
+    """Hand each order to the event loop; ends the process with the first one, whatever it does."""
+    for order in told:
+        loop.call_soon_threadsafe(worker.obey, order)
+    os._exit(EngineDiedError.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Further API processes: started, told what to do, and started anew when one dies.
+
+    the first process ── engine, port, signals, and requests as all the others
+      ├── worker 1 ── a listening socket of its own on the same port, two sockets to the engine
+      └── worker 2 ── ...
+
+The system spreads connections over the listening sockets by their addresses (SO_REUSEPORT): evenly,
+where processes that accept from one socket take whole bursts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import sys
+import time
+
+from tetrad.core.errors import EngineDiedError, TetradError
+from tetrad.core.messages import FIRST_WORKER
+from tetrad.engine.child import environment
+from tetrad.server.engine_port import StartedEngine
+from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line
+from tetrad.server.service import Service
+from tetrad.server.tally import IS_SERVING
+
+_log = logging.getLogger(__name__)
+
+FEW_PROCESSORS = 8
+"""On a machine with fewer, one API process serves."""
+PROCESSORS_EACH = 4
+MOST_AUTOMATIC = 4
+
+POLL_S = 0.01
+END_GRACE_S = 8.0
+"""Longer than open responses get to send what they have."""
+STABLE_S = 30.0
+"""A process that lived so long is started anew at once; else after a pause that grows."""
+LONGEST_PAUSE_S = 30.0
+
+
+def automatic(num_processors: int) -> int:
+    """How many API processes serve if nobody says."""
+    if num_processors < FEW_PROCESSORS:
+        return 1
+    return min(MOST_AUTOMATIC, num_processors // PROCESSORS_EACH)
+
+
+class ApiWorkers:
+    """All API processes of a server but the first; none if there is only that one."""
+
+    def __init__(self, service: Service, listener: socket.socket) -> None:
+        self.failed: asyncio.Future[TetradError] = asyncio.get_running_loop().create_future()
+        """Done when one ended before all were ready."""
+        self._service = service
+        self._listener = listener
+        self._numbers = range(1, service.tally.num_rows)
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._known_as: dict[int, int] = {}
+        """The number of each in the engine, another one after each start."""
+        self._next_known = itertools.count(FIRST_WORKER + 1)
+        self._engine: StartedEngine | None = None
+        self._are_ready = False
+        self._ending = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start the processes; they load while the engine does."""
+        self._keepers = [asyncio.create_task(self._keep(number)) for number in self._numbers]
+
+    async def join(self, engine: StartedEngine) -> None:
+        """The engine is ready: have all serve, and wait until they do. Raises TetradError when one
+        cannot."""
+        self._engine = engine
+        for number in self._processes:
+            self._join(number)
+        serving = self._service.tally.each
+        while not all(serving(IS_SERVING)[number] for number in self._numbers):
+            if self.failed.done():
+                raise self.failed.result()
+            await asyncio.sleep(POLL_S)
+        self._are_ready = True
+        self._tell_all(BeReady())
+
+    def drain(self) -> None:
+        """Have all take no new requests. One that dies is not started anew."""
+        self._ending.set()
+        self._tell_all(Drain())
+
+    def fail(self, reason: str) -> None:
+        """Have all tell their clients that the engine has died."""
+        self._ending.set()
+        self._tell_all(Fail(reason))
+
+    async def stop(self) -> None:
+        """End all; those that take too long are killed."""
+        self._ending.set()
+        for number, process in self._processes.items():
+            if self._service.tally.each(IS_SERVING)[number]:
+                self._tell(number, End())
+            else:
+                _kill(process)
+        try:
+            await asyncio.wait_for(asyncio.gather(*self._keepers), END_GRACE_S)
+        except TimeoutError:
+            for process in self._processes.values():
+                _kill(process)
+            await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    async def _keep(self, number: int) -> None:
+        """Have a process of that number run until the server ends."""
+        pause_s = 0.0
+        while not self._ending.is_set():
+            begun_at = time.monotonic()
+            how = f"API process {number} {await self._run(number)}"
+            if self._ending.is_set():
+                return
+            if not self._are_ready:
+                self.failed.set_result(TetradError(f"{how} while the server started."))
+                return
+            has_lasted = time.monotonic() - begun_at >= STABLE_S
+            pause_s = 0.0 if has_lasted else min(LONGEST_PAUSE_S, 2 * pause_s + 0.1)
+            _log.error("%s; its requests are lost, and it is started anew.", how)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause_s)
+
+    async def _run(self, number: int) -> str:
+        """A process from start to end; returns how it ended."""
+        try:
+            process = await self._spawn(number)
+        except OSError as error:
+            return f"could not be started ({error})"
+        self._processes[number] = process
+        if self._ending.is_set():
+            _kill(process)
+        if self._engine is not None:
+            self._join(number)
+        code = await process.wait()
+        self._bury(number)
+        return _death(code)
+
+    async def _spawn(self, number: int) -> asyncio.subprocess.Process:
+        tally = self._service.tally
+        with _another(self._listener) as listener:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "tetrad.server.worker", "--number", str(number)),
+                *("--tally", str(tally.file), "--listener", str(listener.fileno())),
+                env=environment(),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(tally.file, listener.fileno()),
+                start_new_session=True,
+            )
+        service = self._service
+        begin = Begin(
+            config_json=service.config.model_dump_json(),
+            command=list(service.command),
+            started_at=service.started_at,
+            num_workers=tally.num_rows,
+        )
+        _write(process, begin)
+        return process
+
+    def _join(self, number: int) -> None:
+        assert self._engine is not None
+        with contextlib.suppress(EngineDiedError):
+            known_as = next(self._next_known)
+            folder = self._engine.add_worker(known_as)
+            self._known_as[number] = known_as
+            self._tell(number, Join(folder, known_as))
+            if self._are_ready:
+                self._tell(number, BeReady())
+
+    def _bury(self, number: int) -> None:
+        del self._processes[number]
+        self._service.tally.bury(number)
+        known_as = self._known_as.pop(number, None)
+        if known_as is not None and self._engine is not None:
+            with contextlib.suppress(EngineDiedError):
+                self._engine.remove_worker(known_as)
+
+    def _tell_all(self, order: Order) -> None:
+        for number in self._processes:
+            self._tell(number, order)
+
+    def _tell(self, number: int, order: Order) -> None:
+        _write(self._processes[number], order)
+
+
+def _write(process: asyncio.subprocess.Process, order: Order) -> None:
+    """A process that has ended is told nothing."""
+    assert process.stdin is not None
+    if not process.stdin.is_closing():
+        process.stdin.write(line(order))
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _another(listener: socket.socket) -> socket.socket:
+    """A further socket on the address of `listener`, bound; it gets no connections before it
+    listens."""
+    further = socket.socket(listener.family, listener.type, listener.proto)
+    try:
+        further.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        further.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        further.bind(listener.getsockname())
+    except BaseException:
+        further.close()
+        raise
+    return further
+
+
+def _death(code: int) -> str:
+    """Negative codes are signals."""
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
