@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.messages import AddRequests, Message, StepOutputs
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.link import EngineLink
+from tetrad.engine.loop import BEAT_INTERVAL_S
 
 SOON_S = 30.0
 """Upper bound on what takes milliseconds, so that a hang fails."""
@@ -74,15 +76,15 @@ async def test_each_gets_its_own_requests_and_one_message_a_step(
     results = await asyncio.gather(
         *(collect(shared.all[i % 3], request) for i, request in enumerate(requests))
     )
+    await until(lambda: all(link.stats.running_requests == 0 for link in shared.all))
     for i, (request, outputs) in enumerate(zip(requests, results, strict=True)):
         assert [t for o in outputs for t in o.token_ids] == expected_output(request, i)
+    steps = {link: [m for m in heard[link] if isinstance(m, StepOutputs)] for link in shared.all}
+    assert len({len(heard_by) for heard_by in steps.values()}) == 1, "not one message a step"
     for number, link in enumerate(shared.all):
-        steps = [m for m in heard[link] if isinstance(m, StepOutputs)]
-        rids = {output.rid for step in steps for output in step.outputs}
+        rids = {output.rid for step in steps[link] for output in step.outputs}
         assert {rid.partition(".")[0] for rid in rids} == {str(number)}
         assert len(rids) == 4
-        counts = [step.stats.steps_total for step in steps]
-        assert len(counts) == len(set(counts)), "two messages for one step"
 
 
 async def test_the_same_rid_may_run_in_two(shared: Shared):
@@ -116,10 +118,11 @@ async def test_leaving_early_aborts_in_the_engine(shared: Shared):
 
 
 async def test_all_know_the_last_figures_at_once(shared: Shared):
+    """Not with the next beat only."""
     await collect(shared.second, make_request("a", 5, 20))
-    stamps = [link.stats.generated_tokens_total for link in shared.all]
+    begun_at = time.monotonic()
     await until(lambda: all(link.stats.generated_tokens_total == 20 for link in shared.all))
-    assert stamps[1] == 20
+    assert time.monotonic() - begun_at < BEAT_INTERVAL_S / 4
 
 
 async def test_requests_of_a_worker_that_is_gone_are_freed_and_others_go_on(shared: Shared):
@@ -129,7 +132,7 @@ async def test_requests_of_a_worker_that_is_gone_are_freed_and_others_go_on(shar
         asyncio.create_task(collect(shared.second, make_request(f"r{i}", 70, 400)))
         for i in range(5)
     ]
-    await until(lambda: shared.first.stats.waiting_requests)
+    await until(lambda: shared.second.stats.waiting_requests)
     shared.first.remove_worker(1)
     # It had sent this before it died.
     shared.first._send(AddRequests([make_request("1.99.late", 5, 500)], 1))
@@ -148,7 +151,7 @@ async def test_one_that_joins_later_has_nothing_of_one_before(shared: Shared):
     left = [
         asyncio.create_task(collect(shared.second, make_request(f"r{i}", 5, 400))) for i in range(3)
     ]
-    await until(lambda: shared.first.stats.running_requests == 3)
+    await until(lambda: shared.second.stats.running_requests == 3)
     shared.first.remove_worker(1)
     again = await EngineLink.join(shared.first.add_worker(3), 3)
     request = make_request("r0", 9, 50, seed=4)

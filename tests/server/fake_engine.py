@@ -112,10 +112,11 @@ class FakeEngine:
                 self.aborted.append(request.rid)
 
     def add_worker(self, worker: int) -> str:
-        raise NotImplementedError("this engine is in the API process itself")
+        """Nobody can speak to it from another process."""
+        return "/nowhere"
 
     def remove_worker(self, worker: int) -> None:
-        raise NotImplementedError("this engine is in the API process itself")
+        pass
 
     async def flush_cache(self) -> tuple[bool, str]:
         return self.flush_reply

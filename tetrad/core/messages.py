@@ -117,8 +117,8 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Engine → API after a step that gave requests of this worker something: one message for all
-    of them."""
+    """Engine → API after a step that gave someone something: one message to each worker, for all
+    of its requests."""
 
     outputs: list[RequestOutput]
     stats: EngineStats

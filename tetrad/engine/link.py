@@ -39,6 +39,8 @@ from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode
 
 _log = logging.getLogger(__name__)
 
+POLL_S = 0.005
+
 Progress = Callable[[EngineProgress], None]
 
 
@@ -80,6 +82,9 @@ class EngineLink:
         try:
             link._open()
             await link._ready
+            while not link._outgoing.poll(0, zmq.POLLOUT):
+                # The engine connects to the two sockets one after the other.
+                await asyncio.sleep(POLL_S)
         except BaseException:
             await link._close()
             raise

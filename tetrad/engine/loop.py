@@ -13,7 +13,6 @@ import gc
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import zmq
@@ -101,24 +100,16 @@ class EngineLoop:
             self._step_started_at = None
             if outputs:
                 self._hand_out(outputs, engine.stats())
-            if not engine.has_work:
-                self._tell_idle(engine.stats())
 
     def _hand_out(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
-        """One message to each worker that gets something."""
+        """One message to each worker: what its requests got, and the figures that all show."""
         for worker, share in self._shares(outputs).items():
             self._outboxes.send(worker, StepOutputs(share, stats))
 
-    def _tell_idle(self, stats: EngineStats) -> None:
-        """All workers know the last figures at once; in between, those without requests hear them
-        with the next beat."""
-        if len(self._workers) > 1:
-            self._outboxes.send_all(Heartbeat(0.0, stats))
-
     def _shares(self, outputs: list[RequestOutput]) -> Mapping[int, list[RequestOutput]]:
-        if not self._owners:
+        if len(self._workers) == 1:
             return {FIRST_WORKER: outputs}
-        shares = defaultdict(list)
+        shares: dict[int, list[RequestOutput]] = {worker: [] for worker in self._workers}
         for output in outputs:
             shares[self._owners.get(output.rid, FIRST_WORKER)].append(output)
             if output.finish is not None:

@@ -80,6 +80,9 @@ class ApiWorkers:
         while not all(serving(IS_SERVING)[number] for number in self._numbers):
             if self.failed.done():
                 raise self.failed.result()
+            for keeper in self._keepers:
+                if keeper.done():
+                    keeper.result()
             await asyncio.sleep(POLL_S)
         self._are_ready = True
         self._tell_all(BeReady())
