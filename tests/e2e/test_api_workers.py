@@ -300,8 +300,8 @@ def test_a_signal_while_it_loads_ends_all(tmp_path):
     """Also those that are still starting."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tetrad.cli.main", "serve", "--port", str(port), *FLAGS]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-m", "tetrad", "serve", "--port", str(port), *FLAGS]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         parent = psutil.Process(process.pid)
         until(lambda: len(parent.children()) == 2)
         everyone = parent.children()

@@ -277,8 +277,8 @@ class ServeConfig(Config):
     port: Port = option(30000, "Port to listen on; 0 takes a free one.")
     api_workers: int | None = option(
         None,
-        "API processes that share the port and the engine: one alone streams some 10,000 tokens "
-        "per second. Default: 1; from 8 processors on a quarter of them, at most 4.",
+        "API processes that share the port and the engine; text and HTTP of one use one processor "
+        "at most. Default: 1; from 8 processors on a quarter of them, at most 4.",
         aliases=("--api-server-count",),
         ge=1,
         le=64,
