@@ -106,13 +106,13 @@ def test_weights_do_not_hang_on_the_file(tmp_path: Path):
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="needs Linux's list of mapped files")
-def test_few_files_stay_mapped(tmp_path: Path):
-    """Pages read through a mapping count as memory in use until it is dropped."""
+def test_no_file_is_mapped(tmp_path: Path):
+    """Pages read through a mapping count as memory in use, and change with the file."""
     checkpoint = opened(tmp_path, *({f"t{i}": torch.full((4,), float(i))} for i in range(6)))
     read = [checkpoint.tensor(f"t{i}", (4,)) for i in (0, 1, 2, 3, 4, 5, 0, 5)]
     assert [int(tensor[0]) for tensor in read] == [0, 1, 2, 3, 4, 5, 0, 5]
     mapped = {line.split()[-1] for line in MAPS.read_text().splitlines() if str(tmp_path) in line}
-    assert 1 <= len(mapped) <= 2
+    assert mapped == set()
 
 
 def test_progress_counts_every_byte_once(tmp_path: Path):

@@ -260,7 +260,9 @@ def test_a_stage_holds_its_layers_and_ends():
 def test_ranks_read_what_they_write():
     ranks = Ranks(tp=8, ep=4, attn_dp=2, rank=5)
     assert Ranks.parse(str(ranks)) == ranks
-    assert Ranks.parse("") == Ranks()
+    for nothing in ("", " , "):
+        with pytest.raises(ValueError, match="a layout was expected, such as tp=8"):
+            Ranks.parse(nothing)
 
 
 def test_a_cpu_without_the_memory_says_so_before_anything_is_drawn():

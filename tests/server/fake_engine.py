@@ -61,6 +61,8 @@ class FakeEngine:
             "max_total_tokens": 4096,
             "max_running_requests": 4,
             "memory": {"weight_bytes": 2_500_000, "cache_bytes": 2**30, "free_bytes": 2**31},
+            "load_s": 0.44,
+            "read_gb_per_s": 1.234,
             "weights": {
                 "nvfp4": {"memory_bytes": 1500, "stored_bytes": 400},
                 "bf16": {"memory_bytes": 2_498_500, "stored_bytes": 2_498_500},

@@ -91,7 +91,8 @@ def test_it_says_what_it_serves_and_ends_when_told():
         server.wait_for("Ending: no request is open\\.")
         assert "  Loading weights\n" in server.said
         server.wait_for(r"device   abacus \(cpu, 8 GB\), float32")
-        server.wait_for(r"weights  2\.5 MB: 1\.5 kB nvfp4 \(stored in 0\.4 kB\), 2\.5 MB bf16\n")
+        server.wait_for(r"weights  2\.5 MB in 0\.4 s, read at 1\.23 GB/s: 1\.5 kB nvfp4 ")
+        server.wait_for(r" nvfp4 \(stored in 0\.4 kB\), 2\.5 MB bf16\n")
         server.wait_for(r"cache    4096 tokens")
         server.wait_for(r"memory   4 requests at once, as asked")
         server.wait_for(r"limits   256 tokens a request, 4 requests at once")

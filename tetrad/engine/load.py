@@ -92,7 +92,6 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "dtype": name,
         "kv_cache_dtype": name if keys == ACTIVATION else keys,
         "load_s": round(load_s, 3),
-        "num_threads": torch.get_num_threads(),
         "random_seed": config.random_seed,
         "disable_radix_cache": config.disable_radix_cache,
         "load_format": config.load_format,
@@ -319,6 +318,8 @@ def _info(
         "memory": asdict(use)
         | {"weight_bytes": model.weight_bytes, "cache_bytes": limits.num_pages * use.page_bytes},
         "weights": model.weight_report,
+        "read_gb_per_s": model.read_gb_per_s,
+        "num_threads": torch.get_num_threads(),
         "checkpoint_notes": list(model.checkpoint_notes),
         "backends": ops.report,
         **backend_names(ops),

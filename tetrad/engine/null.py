@@ -118,6 +118,8 @@ def _info(config: ServeConfig, layout: CacheLayout) -> dict[str, Any]:
         "mem_fraction_static": layout.fraction,
         "memory": {"weight_bytes": 0, "cache_bytes": 0, "free_bytes": 0},
         "weights": {},
+        "load_s": 0.0,
+        "read_gb_per_s": None,
         "backends": [],
         "device": {"name": "no device", "kind": "null", "memory_bytes": 0},
         "dtype": "none",

@@ -32,6 +32,8 @@ class StoredTensor:
     """safetensors' name: BF16, F16, F32, U8, F8_E4M3, ..."""
     shape: tuple[int, ...]
     nbytes: int
+    offset: int
+    """Of its first byte in the file."""
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -112,7 +114,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
     """The tensors of one file, after checking that the file is as long as its header says."""
     header, data_start = _parse_header(file)
     header.pop("__metadata__", None)
-    tensors = [_stored_tensor(file, name, entry) for name, entry in header.items()]
+    tensors = [_stored_tensor(file, data_start, name, entry) for name, entry in header.items()]
     expected = data_start + max((e["data_offsets"][1] for e in header.values()), default=0)
     found = file.stat().st_size
     if found != expected:
@@ -156,11 +158,13 @@ def _object_without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _stored_tensor(file: Path, name: str, entry: Any) -> StoredTensor:
+def _stored_tensor(file: Path, data_start: int, name: str, entry: Any) -> StoredTensor:
     try:
         start, end = map(_natural, entry["data_offsets"])
         shape = tuple(map(_natural, entry["shape"]))
-        tensor = StoredTensor(name, file, str(entry["dtype"]), shape, end - start)
+        tensor = StoredTensor(
+            name, file, str(entry["dtype"]), shape, end - start, data_start + start
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file: its entry for '{name}' is malformed."

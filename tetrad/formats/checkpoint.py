@@ -1,18 +1,18 @@
 """A model folder as the model loader sees it: ask for tensors and linears by name.
 
-Files are memory-mapped and each tensor is copied once, straight to where it stays. Everything asked
-for is remembered, so that `unread` can list what nobody wanted: a tensor that is silently left out
-is how engines have served garbage.
+Each tensor is read once, straight to where it stays. Everything asked for is remembered, so that
+`unread` can list what nobody wanted: a tensor that is silently left out is how engines have served
+garbage.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tetrad.core.errors import CheckpointError
@@ -20,6 +20,7 @@ from tetrad.core.jsonfile import read_json_object
 from tetrad.formats.catalogue import StoredTensor, read_catalogue
 from tetrad.formats.metadata import QuantMetadata
 from tetrad.formats.naming import LinearParts, Names, is_kv_scale
+from tetrad.formats.reader import ALONE_BYTES, Reader, Target, empty_for
 from tetrad.formats.weights import (
     DenseWeight,
     Fp8BlockWeight,
@@ -32,10 +33,6 @@ from tetrad.formats.weights import (
 
 OnBytes = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in the checkpoint) after each tensor."""
-
-
-_MAX_MAPPED_FILES = 2
-"""A layer may lie across the border of two files."""
 
 
 class Checkpoint:
@@ -61,7 +58,9 @@ class Checkpoint:
         self._metadata = QuantMetadata.read(folder, config)
         self._names = Names(catalogue, self._metadata.hint)
         self._asked: set[str] = set()
-        self._files: dict[Path, safe_open] = {}
+        self._reader = Reader()
+        self.read_s = 0.0
+        """Seconds that reading has taken."""
         self._mixed: list[str] = []
 
     @classmethod
@@ -103,20 +102,27 @@ class Checkpoint:
         The format is decided by what is stored. FP8 with one scale per row has no class of its own
         and is dequantised to bfloat16. Raises CheckpointError.
         """
-        weight = self._mapped(self._linear_parts(module, shape))
-        return self._checked(_copied(weight, self.device), [module])
+        weight = self._loaded([self._linear_parts(module, shape)])
+        alone = {name: tensor[0] for name, tensor in weight.tensors().items()}
+        return self._checked(type(weight)(**alone), [module])
 
     def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
         """The weights of `modules`, all [out, in], stacked to [E, out, in] in one format.
 
-        Filled expert by expert, so memory never holds the stack twice. When the modules differ in
+        Read into one stack, so that memory never holds it twice. When the modules differ in
         format, all are dequantised (bfloat16, or float32 if one is stored so) and `notes` says so:
         correct, at the price of memory. Raises CheckpointError.
         """
         parts = [self._linear_parts(module, shape) for module in modules]
-        uniform = len({(part.format, part.weight.dtype) for part in parts}) == 1
-        weights = map(self._mapped, parts) if uniform else self._dequantized(parts)
-        return self._checked(stack(weights, len(parts), self.device), list(modules))
+        if len({(part.format, part.weight.dtype) for part in parts}) == 1:
+            weight = self._loaded(parts)
+        else:
+            weight = stack(self._dequantized(parts), len(parts), self.device)
+        return self._checked(weight, list(modules))
+
+    def close(self) -> None:
+        """End what reads. More can be asked for afterwards."""
+        self._reader.close()
 
     def unread(self, ignore: Callable[[str], bool]) -> list[str]:
         """Stored names that nobody asked for, sorted, without those `ignore` accepts.
@@ -144,52 +150,69 @@ class Checkpoint:
             f"{parts[0].weight.name} and {len(parts) - 1} linears stacked with it are stored in "
             f"several formats ({', '.join(kinds)}); all of them are held as {dtype}."
         )
-        return (DenseWeight(self._mapped(part).dequantize(dtype)) for part in parts)
+        return (DenseWeight(self._loaded([part]).dequantize(dtype)[0]) for part in parts)
 
-    def _mapped(self, parts: LinearParts) -> Weight:
-        """The weight as views of the mapped files where possible."""
-        self._asked.update(parts.ignored)
-        data = self._read(parts.weight)
-        if parts.scale is None:
+    def _loaded(self, parts: Sequence[LinearParts]) -> Weight:
+        """The weights of parts in one format, stacked to [E, out, in]."""
+        self._asked.update(name for part in parts for name in part.ignored)
+        data = self._stack([part.weight for part in parts])
+        scales = [part.scale for part in parts if part.scale is not None]
+        if not scales:
             return DenseWeight(data)
-        scale = self._read(parts.scale)
-        if parts.format == "nvfp4":
-            assert parts.global_scale is not None, parts
-            global_scale = self._read(parts.global_scale).float().reshape(())
-            if parts.global_scale_is_divisor:
-                global_scale = 1.0 / global_scale
-            return Nvfp4Weight(data, scale, global_scale)
-        if parts.format == "fp8_tensor":
-            return Fp8TensorWeight(data, scale.float().reshape(()))
-        if parts.format == "fp8_block":
-            return Fp8BlockWeight(data, scale.float().reshape(block_grid(*data.shape)))
-        rows = data.float() * scale.float().reshape(-1, 1)
-        return DenseWeight(rows.to(torch.bfloat16))
+        scale = self._stack(scales)
+        form = parts[0].format
+        if form == "nvfp4":
+            return Nvfp4Weight(data, scale, self._global_scales(parts))
+        if form == "fp8_tensor":
+            return Fp8TensorWeight(data, scale.float().reshape(len(parts)))
+        if form == "fp8_block":
+            grid = block_grid(*data.shape[1:])
+            return Fp8BlockWeight(data, scale.float().reshape(len(parts), *grid))
+        rows = torch.empty_like(data, dtype=torch.bfloat16)
+        for each, stored, factor in zip(rows, data, scale, strict=True):
+            each.copy_(stored.float() * factor.float().reshape(-1, 1))
+        return DenseWeight(rows)
+
+    def _global_scales(self, parts: Sequence[LinearParts]) -> Tensor:
+        """[E] in fp32, to multiply with."""
+        found = [part.global_scale for part in parts if part.global_scale is not None]
+        assert len(found) == len(parts), parts
+        scales = self._stack(found).float().reshape(len(parts))
+        divides = torch.tensor([part.global_scale_is_divisor for part in parts])
+        return torch.where(divides.to(scales.device), 1.0 / scales, scales)
+
+    def _stack(self, stored: Sequence[StoredTensor]) -> Tensor:
+        """Tensors of one type and size along a new leading axis; of several types, in fp32."""
+        if len({(each.dtype, each.nbytes) for each in stored}) > 1:
+            return torch.stack([self._place(each).float().flatten() for each in stored])
+        stacked = empty_for(stored[0], self._first_place(stored), len(stored))
+        self._fill(list(zip(stored, stacked, strict=True)))
+        return stacked.to(self.device)
 
     def _place(self, stored: StoredTensor) -> Tensor:
-        return _own(self._read(stored), self.device)
+        tensor = empty_for(stored, self._first_place([stored]))
+        self._fill([(stored, tensor)])
+        return tensor.to(self.device)
 
-    def _read(self, stored: StoredTensor) -> Tensor:
-        """The tensor as a view of its mapped file."""
-        try:
-            tensor: Tensor = self._file(stored.file).get_tensor(stored.name)  # type: ignore[no-untyped-call]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.file} cannot be read: {error}.") from error
-        if stored.name not in self._asked:
-            self._asked.add(stored.name)
-            self.nbytes_read += stored.nbytes
-        if self.on_bytes is not None:
-            self.on_bytes(self.nbytes_read, self.nbytes_total)
-        return tensor
+    def _first_place(self, stored: Sequence[StoredTensor]) -> str:
+        """Where they are read to: main memory first, if there are only a few bytes."""
+        is_small = sum(each.nbytes for each in stored) < ALONE_BYTES
+        return "cpu" if is_small else self.device
 
-    def _file(self, file: Path) -> safe_open:
-        """Map `file`. Old mappings are dropped: what was read through them counts as memory in use
-        for as long as they stand, which would make loading look twice as large as the model."""
-        if file not in self._files:
-            if len(self._files) >= _MAX_MAPPED_FILES:
-                del self._files[next(iter(self._files))]
-            self._files[file] = safe_open(file, "pt")
-        return self._files[file]
+    def _fill(self, targets: Sequence[Target]) -> None:
+        """Read, and count each byte once however often it is asked for."""
+        fresh = {stored.name for stored, _ in targets} - self._asked
+        self._asked |= fresh
+
+        def count(stored: StoredTensor, num_bytes: int) -> None:
+            if stored.name in fresh:
+                self.nbytes_read += num_bytes
+            if self.on_bytes is not None:
+                self.on_bytes(self.nbytes_read, self.nbytes_total)
+
+        began = time.perf_counter()
+        self._reader.fill(targets, count)
+        self.read_s += time.perf_counter() - began
 
     def _checked(self, weight: Weight, modules: list[str]) -> Weight:
         """Refuse scales that are NaN or infinite: they come from a broken export or a bad disk."""
@@ -210,12 +233,3 @@ def _not_finite(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.float8_e4m3fn:
         return (tensor.view(torch.uint8) & 0x7F) == 0x7F
     return ~torch.isfinite(tensor)
-
-
-def _copied(weight: Weight, device: str) -> Weight:
-    return type(weight)(**{k: _own(tensor, device) for k, tensor in weight.tensors().items()})
-
-
-def _own(tensor: Tensor, device: str) -> Tensor:
-    """A copy that does not depend on the mapped file, which someone may overwrite."""
-    return torch.empty_like(tensor, device=device).copy_(tensor)

@@ -26,6 +26,8 @@ class Model(ABC):
         self._ledger = source.ledger
         self.checkpoint_notes: tuple[str, ...] = ()
         """Sentences a person should see, such as where a checkpoint contradicts its metadata."""
+        self.read_gb_per_s: float | None = None
+        """How fast its files were read; None where weights were drawn."""
         inner = source.at("model")
         self.embed = beginning_of(arch, source)
         self.layers = [

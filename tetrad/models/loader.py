@@ -47,9 +47,13 @@ def load_model(
     checkpoint = Checkpoint.open(folder, device, on_progress)
     weights = RankWeights(checkpoint, others.ranks)
     source = WeightSource(weights, ops, dtype, WeightLedger(), others=others)
-    model = MODELS[arch.model_type](others.ranks.arch_of(arch), source)
+    try:
+        model = MODELS[arch.model_type](others.ranks.arch_of(arch), source)
+    finally:
+        checkpoint.close()
     _refuse_leftovers(checkpoint, arch, others.ranks)
     model.checkpoint_notes = tuple(checkpoint.notes)
+    model.read_gb_per_s = checkpoint.nbytes_read / 1e9 / max(checkpoint.read_s, 1e-9)
     return model
 
 

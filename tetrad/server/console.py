@@ -67,7 +67,7 @@ def _facts(info: dict[str, Any]) -> list[str]:
     lines = [
         f"  device   {device['name']} ({device['kind']}, {_size(device['memory_bytes'])}), "
         f"{info['dtype']}",
-        f"  weights  {_size(memory['weight_bytes'])}: {stored}",
+        f"  weights  {_size(memory['weight_bytes'])} in {_load(info)}: {stored}",
         f"  cache    {info['cache_sentence']}, keys in {info['kv_cache_dtype']}",
         *(f"  memory   {sentence}" for sentence in info["memory_statement"]),
         f"  limits   {info['context_length']} tokens a request, "
@@ -79,6 +79,12 @@ def _facts(info: dict[str, Any]) -> list[str]:
 def _processes(num_workers: int) -> list[str]:
     """Nothing to say of one."""
     return [] if num_workers == 1 else [f"  api      {num_workers} processes share the port"]
+
+
+def _load(info: dict[str, Any]) -> str:
+    """How long loading took, and how fast files were read, conversions not counted."""
+    rate = info["read_gb_per_s"]
+    return f"{info['load_s']:.1f} s" + ("" if rate is None else f", read at {rate:.2f} GB/s")
 
 
 def _held(name: str, held: dict[str, int]) -> str:

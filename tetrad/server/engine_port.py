@@ -26,6 +26,7 @@ class EnginePort(Protocol):
         graph_bytes           memory that recorded decode steps took
         graph_sizes           set of recorded decode steps → their sizes, or None
         weights               stored format → memory_bytes
+        load_s, read_gb_per_s seconds from files to weights in place, and the rate of reading
         device, dtype         what it runs on
         kv_cache_dtype        type of cached keys
         cache_sentence        the cache's size and what limits it
