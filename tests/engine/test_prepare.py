@@ -98,6 +98,21 @@ def test_prompts_of_every_size_and_kind_are_tried(context: int, topk: int):
     assert sizes["sparse"] == {size for size in all_sizes if topk + size <= context}
 
 
+def test_prompts_that_expand_their_keys_are_tried_both_ways():
+    """Else the kernel that reads latents of as many rows would be compiled for a request."""
+    limits = make_limits(64, running=4, step=1024, context=512)
+    plans = list(prompt_steps(limits, 512, scratch_page=64))
+    starts = {
+        (plan.num_tokens, len(plan.sequences)): [work.start for work in plan.sequences]
+        for plan in plans
+    }
+    assert starts[256, 1] == starts[512, 1] == [0]
+    assert starts[1024, 2] == [0, 0]
+    assert starts[255, 1] == starts[511, 1] == [1]
+    assert starts[1022, 2] == [1, 1]
+    assert (127, 1) not in starts
+
+
 def test_the_largest_step_runs_on_a_cache_nobody_has_written_to(tmp_path: Path):
     """Its numbers mean nothing; sequences' pages keep what they hold."""
     config = ServeConfig(model=tiny_glm_folder(tmp_path), device="cpu", max_total_tokens=1024)

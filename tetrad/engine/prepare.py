@@ -11,6 +11,7 @@ import torch
 from tetrad.core.arch import ModelArch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
+from tetrad.core.keys import is_expanded
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork, StepPlan
 from tetrad.engine.admission import Limits
@@ -93,7 +94,8 @@ def without_effect(config: ServeConfig, device_kind: str) -> list[str]:
 
 def prompt_steps(limits: Limits, topk: int, scratch_page: int) -> Iterator[StepPlan]:
     """Steps of 1, 2, 4, ... tokens up to the budget, twice each: whole prompts that are read whole,
-    sampled greedily, and a chunk behind more keys than the `topk` that attention reads.
+    sampled greedily, and a chunk behind more keys than the `topk` that attention reads. Where the
+    former expand their keys, also as prompts of which a token is cached, which do not.
 
     Kernels are compiled when a step first needs them, for ten seconds some of them, and which they
     are follows from a step's size and kind: no request is to wait for that.
@@ -106,6 +108,8 @@ def prompt_steps(limits: Limits, topk: int, scratch_page: int) -> Iterator[StepP
         sizes = [(longest, 0)] * num_whole + [(rest, 0)] * (rest > 0)
         if len(sizes) <= limits.max_running_requests:
             yield _step(sizes, scratch_page, SamplingParams(temperature=0.0))
+            if is_expanded(*zip(*((n, n) for n, _ in sizes), strict=True)):
+                yield _step([(n - 1, 1) for n, _ in sizes], scratch_page)
         if topk + num_tokens <= context:
             yield _step([(num_tokens, topk)], scratch_page)
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, absorbed: keys and values are never expanded from their latents.
+"""Multi-head latent attention, absorbed; whole prompts may expand keys and values instead.
 
 All that multiplies x itself is one product where it is stored dense, and one launch makes the
 latents of it and writes the keys; docs/kernels.md counts the launches.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.arch import ModelArch
+from tetrad.layers import expanded
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.indexer import KEY_NORM_EPS, Indexer
@@ -23,7 +24,8 @@ class MlaAttention:
 
     A token's key is its latent c [C] and one rotary key [R] for all heads. Head h would expand them
     to k = W_UK[h] c and v = W_UV[h] c. Moving W_UK to the query, q . (W_UK c) = (W_UK^T q) . c, and
-    W_UV behind the softmax, lets all heads attend to the latents themselves.
+    W_UV behind the softmax, lets all heads attend to the latents themselves. A prompt that is
+    computed whole takes fewer operations with k and v (`core/keys.py` counts them).
     """
 
     def __init__(self, arch: ModelArch, layer: int, source: WeightSource) -> None:
@@ -103,8 +105,14 @@ class MlaAttention:
             weights = of_index[1] if len(of_index) > 1 else None
             selected = self.indexer(x, weights, q_latent, batch, rotation, index_pool)
         q = self.q_b(q_latent).view(-1, mla.num_heads, mla.nope_dim + mla.rope_dim)
-        queries = self.ops.absorb(q, self.w_uk, *rotation)
-        attended = self.ops.mla(
-            queries, pool, batch.ragged, selected, mla.softmax_scale, mla.kv_lora_rank
-        )
-        return self.o(self.ops.head_linear(attended, self.w_uv).flatten(1)), selected
+        if expanded.reads_expanded(batch, selected):
+            turned = self.ops.rope(q[..., mla.nope_dim :], *rotation, True)
+            whole = torch.cat([q[..., : mla.nope_dim], turned], dim=-1)
+            values = expanded.attend(whole, self.w_uk, self.w_uv, batch, pool, mla)
+        else:
+            queries = self.ops.absorb(q, self.w_uk, *rotation)
+            attended = self.ops.mla(
+                queries, pool, batch.ragged, selected, mla.softmax_scale, mla.kv_lora_rank
+            )
+            values = self.ops.head_linear(attended, self.w_uv)
+        return self.o(values.flatten(1)), selected

@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tetrad.core.arch import ModelArch
-from tetrad.core.keys import ACTIVATION, KeyFormat, index_bytes, latent_bytes
+from tetrad.core.arch import MlaArch, ModelArch
+from tetrad.core.keys import ACTIVATION, KeyFormat, index_bytes, is_expanded, latent_bytes
 from tetrad.core.ranks import Ranks
 from tetrad.kernels.absorb.contract import CONTRACT as ABSORB
-from tetrad.kernels.contract import Case, Contract, case, num_keys
+from tetrad.kernels.contract import Case, Contract, case, num_keys, num_rows, ragged_pairs
 from tetrad.kernels.experts.contract import CONTRACT as EXPERTS
 from tetrad.kernels.head_linear.contract import CONTRACT as HEAD_LINEAR
 from tetrad.kernels.index_score.contract import CONTRACT as INDEX_SCORE
 from tetrad.kernels.linear.contract import CONTRACT as LINEAR
 from tetrad.kernels.mla.contract import CONTRACT as MLA
 from tetrad.kernels.router.contract import CONTRACT as ROUTER
+
+Lens = tuple[tuple[int, int], ...]
+"""(query_len, kv_len) of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class StepLoad:
         """Tokens that a rank attends for."""
         return self.sequences(ranks) * self.query_len
 
-    def lens(self, ranks: Ranks) -> tuple[tuple[int, int], ...]:
+    def lens(self, ranks: Ranks) -> Lens:
         """(query_len, kv_len) of each of a rank's sequences."""
         return ((self.query_len, self.context),) * self.sequences(ranks)
 
@@ -158,6 +161,10 @@ class _Listing:
             part, "q_b", rows, heads * (mla.nope_dim + mla.rope_dim), mla.q_lora_rank
         )
         yield self._linear(part, "o", rows, arch.hidden, heads * mla.v_dim)
+        lens = self.load.lens(ranks)
+        if self.load.context <= topk and is_expanded(*zip(*lens, strict=True)):
+            yield self._expanded(mla, lens)
+            return
         yield self._call(
             part, ABSORB, "absorbed keys",
             T=rows, H=heads, N=mla.nope_dim, C=mla.kv_lora_rank, R=mla.rope_dim,
@@ -167,10 +174,20 @@ class _Listing:
             T=rows, H=heads, W=mla.kv_lora_rank, O=mla.v_dim,
         )  # fmt: skip
         yield self._call(
-            part, MLA, "latents", lens=self.load.lens(ranks), H=heads,
+            part, MLA, "latents", lens=lens, H=heads,
             C=mla.kv_lora_rank, R=mla.rope_dim, topk=topk if self.load.context > topk else 0,
             keys=self.load.keys,
         )  # fmt: skip
+
+    def _expanded(self, mla: MlaArch, lens: Lens) -> OpCall:
+        """Keys and values of all heads, and attention over them, by torch's own functions."""
+        expanded = mla.nope_dim + mla.v_dim
+        widths = mla.kv_lora_rank * expanded * num_rows(lens)
+        pairs = ragged_pairs(lens) * (expanded + mla.rope_dim)
+        key = latent_bytes(self.load.keys, mla.kv_lora_rank, mla.rope_dim, self.load.key_bytes)
+        num_bytes = 2.0 * mla.num_heads * mla.kv_lora_rank * expanded + num_keys(lens) * key
+        flops = 2.0 * mla.num_heads * (widths + pairs)
+        return OpCall("attention", "other", "expanded keys and values", flops, num_bytes, 1)
 
     def indexer(self, arch: ModelArch, ranks: Ranks) -> Iterator[OpCall]:
         """Queries and scores, where there is a choice."""

@@ -1,0 +1,175 @@
+"""Whole prompts over expanded keys and values: the same as over latents, in fewer operations."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.factories import TINY_GLM
+from tests.models.driver import Driver, Step
+from tests.models.recorded import Recorder, Stored, seeded, torch_ops
+from tetrad.core import keys as keys_module
+from tetrad.core.arch import ModelArch
+from tetrad.core.keys import ACTIVATION, FP8, KeyFormat, is_expanded
+from tetrad.core.presets import preset
+from tetrad.core.step import PAGE_TOKENS
+from tetrad.data import embedded_model
+from tetrad.kernels.device import waiting_is_an_error
+from tetrad.kernels.select import OpSet, resolve_ops
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.layers.mla import MlaAttention
+from tetrad.layers.rope import Rope
+from tetrad.layers.source import StoredWeights, WeightLedger, WeightSource
+from tetrad.models.dummy import DummyWeights
+from tetrad.models.loader import load_model
+
+CPU = torch.device("cpu")
+TINY = ModelArch.from_config(TINY_GLM)
+KEYS = pytest.mark.parametrize("keys", [ACTIVATION, FP8])
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    return float((ours.double() - truth.double()).norm() / truth.double().norm())
+
+
+def prompts(lens: tuple[int, ...], device: torch.device) -> ForwardBatch:
+    """Each on pages of its own, the last page first."""
+    counts = [-(-n // PAGE_TOKENS) for n in lens]
+    ends = list(accumulate(counts))
+    tables = [list(range(end, end - count, -1)) for end, count in zip(ends, counts, strict=True)]
+    padded = [table + [0] * (max(counts) - len(table)) for table in tables]
+    slots = [
+        table[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS
+        for table, n in zip(tables, lens, strict=True)
+        for at in range(n)
+    ]
+    positions = torch.cat([torch.arange(n) for n in lens]).to(device)
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    return ForwardBatch(
+        token_ids=positions, positions=positions, slots=torch.tensor(slots, device=device),
+        query_start=starts, kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        page_table=torch.tensor(padded, dtype=torch.int32, device=device),
+        logit_rows=positions, query_lens=lens, kv_lens_host=lens,
+    )  # fmt: skip
+
+
+class Attention:
+    """One layer, called on prompts from a poisoned cache."""
+
+    def __init__(
+        self, arch: ModelArch, stored: StoredWeights, ops: OpSet, dtype: torch.dtype,
+        device: torch.device = CPU,
+    ) -> None:  # fmt: skip
+        self.arch, self.dtype, self.device = arch, dtype, device
+        self.layer = MlaAttention(arch, 0, WeightSource(stored, ops, dtype, WeightLedger()))
+
+    def __call__(self, lens: tuple[int, ...], keys: KeyFormat) -> Tensor:
+        arguments = self.arguments(lens, keys)
+        return self.layer(*arguments)[0]
+
+    def arguments(self, lens: tuple[int, ...], keys: KeyFormat) -> tuple[Any, ...]:
+        batch = prompts(lens, self.device)
+        num_pages = sum(-(-n // PAGE_TOKENS) for n in lens) + 1
+        cache = KvCache(self.arch, num_pages, self.device, self.dtype, keys)
+        cache.poison()
+        x = torch.randn(sum(lens), self.arch.hidden, generator=seeded("rows"))
+        x = x.to(self.device, self.dtype)
+        rotation = Rope(self.arch.rope, self.device)(batch.positions)
+        return x, batch, rotation, cache, None
+
+
+def both(attention: Attention, lens: tuple[int, ...], keys: KeyFormat) -> tuple[Tensor, Tensor]:
+    """Over expanded keys and over latents."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys_module, "LEAST_EXPANDED", 1)
+        expanded = attention(lens, keys)
+        patch.setattr(keys_module, "LEAST_EXPANDED", 1 << 40)
+        return expanded, attention(lens, keys)
+
+
+@KEYS
+@pytest.mark.parametrize("lens", [(1,), (16,), (5, 1, 16, 9)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
+def test_a_layer_gives_what_it_gives_absorbed(
+    dtype: torch.dtype, most: float, lens: tuple[int, ...], keys: KeyFormat
+):
+    ops = resolve_ops("cpu", dtype=dtype, keys=keys)
+    expanded, absorbed = both(Attention(TINY, Stored(), ops, dtype), lens, keys)
+    assert error(expanded, absorbed) <= most
+    assert sum(lens) == 1 or not torch.equal(expanded, absorbed)
+
+
+def test_neither_absorbed_queries_nor_latent_attention_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(keys_module, "LEAST_EXPANDED", 1)
+    seen = Recorder()
+    attention = Attention(TINY, Stored(), seen.wrapped(torch_ops()), torch.float32)
+    with seen:
+        attention((5, 9), ACTIVATION)
+    assert seen.ops == ["router", "latents", "linear", "rope", "linear"]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "kv_lens", "expected"),
+    [
+        ((256,), (256,), True),
+        ((256, 2048), (256, 2048), True),
+        ((255,), (255,), False),
+        ((256, 1), (256, 700), False),
+        ((256,), (300,), False),
+        ((1, 1), (1, 1), False),
+    ],
+)
+def test_whole_prompts_that_are_not_short(
+    query_lens: tuple[int, ...], kv_lens: tuple[int, ...], expected: bool
+):
+    """Steps with a decode, a cached prefix or a chunk stay absorbed."""
+    assert is_expanded(query_lens, kv_lens) is expected
+
+
+def test_what_saves_operations():
+    """Of GLM-5: both ways take as much for a token, and expanded keys take less for a pair."""
+    mla = preset("glm-5").mla
+    rank, nope, rope, value = mla.kv_lora_rank, mla.nope_dim, mla.rope_dim, mla.v_dim
+    assert 2 * (2 * rank + rope) == 2176
+    assert 2 * (nope + rope + value) == 1024
+    assert 2 * rank * nope + 2 * rank * value == 2 * rank * (nope + value)
+
+
+@KEYS
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_follows_a_prompt_fits_it(
+    device: str, keys: KeyFormat, monkeypatch: pytest.MonkeyPatch
+):
+    """A whole model: prompts at once, then decodes and chunks over the keys they left."""
+    ops = resolve_ops(device, dtype=torch.float32, keys=keys)
+    model = load_model(embedded_model(), device=device, dtype=torch.float32, ops=ops)
+    ids = [torch.randint(2, 480, (n,), generator=seeded(str(n))) for n in (100, 64, 70)]
+    steps: list[Step] = [[(0, 60), (1, 64), (2, 33)], [(0, 1), (2, 20)], [(0, 39), (2, 17)]]
+    monkeypatch.setattr(keys_module, "LEAST_EXPANDED", 1)
+    expanded = Driver(model, ids, device, torch.float32, keys).run(steps)
+    monkeypatch.setattr(keys_module, "LEAST_EXPANDED", 1 << 40)
+    absorbed = Driver(model, ids, device, torch.float32, keys).run(steps)
+    for ours, truth in zip(expanded, absorbed, strict=True):
+        assert error(ours, truth) <= (1e-5 if keys == ACTIVATION else 1e-2)
+
+
+@pytest.mark.gpu
+@KEYS
+@pytest.mark.parametrize("lens", [(256,), (2048,), (700, 1000, 348), (2047,)])
+def test_real_widths(lens: tuple[int, ...], keys: KeyFormat):
+    """GLM-5's first layer in bf16; the host does not wait."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    ops = resolve_ops("cuda", dtype=dtype, keys=keys)
+    arch = preset("glm-5")
+    attention = Attention(arch, DummyWeights(device, dtype), ops, dtype, device)
+    expanded, absorbed = both(attention, lens, keys)
+    assert expanded.isfinite().all()
+    assert error(expanded, absorbed) <= 0.01
+    arguments = attention.arguments(lens, keys)
+    with waiting_is_an_error():
+        attention.layer(*arguments)
