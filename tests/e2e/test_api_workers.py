@@ -23,7 +23,8 @@ from tests.e2e.conftest import Served, serving
 
 FLAGS = ("--api-workers", "2", "--max-running-requests", "32", "--max-total-tokens", "65536")
 OPEN = 'tetrad_worker_open_requests{{worker="{}"}}'.format
-ENDLESS_TOKENS = 4000
+ENDLESS_TOKENS = 2000
+"""So few that the cache holds 24 such requests."""
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +114,14 @@ async def test_streams_spread_over_both_and_each_gets_its_own_text(shared: Serve
     before = await asyncio.to_thread(metrics, shared)
     streams = [Stream(shared.url, index % 30, 60) for index in range(120)]
     running = [asyncio.create_task(stream.run()) for stream in streams]
-    await asyncio.wait_for(streams[0].started.wait(), 60)
-    during = await asyncio.to_thread(metrics, shared)
+    during: dict[str, float] = {}
+
+    def both_are_busy() -> bool:
+        during.update(metrics(shared))
+        return min(during[OPEN(0)], during[OPEN(1)]) > 20
+
+    await asyncio.to_thread(until, both_are_busy)
     await asyncio.gather(*running)
-    assert min(during[OPEN(0)], during[OPEN(1)]) > 20
     assert during["tetrad_open_requests"] == during[OPEN(0)] + during[OPEN(1)]
     for stream in streams:
         assert stream.is_complete
@@ -140,6 +145,9 @@ async def test_both_say_the_same(shared: Served):
     assert {info["api_workers"] for info in infos} == {2}
     assert {info["scheduler_info"]["status"] for info in infos} == {"ready"}
     assert {info["state"]["integrity"] for info in infos} == {"ok"}
+    assert len({info["startup_time"] for info in infos}) == 1
+    cards = [await asyncio.to_thread(shared.get, "/v1/models") for _ in range(16)]
+    assert all(card == cards[0] for card in cards)
     commands = {info["launch_command"] for info in infos}
     assert len(commands) == 1
     assert " serve --port " in commands.pop()
@@ -246,7 +254,7 @@ async def test_sigterm_lets_the_running_finish_on_both(tmp_path):
         streams = await spread(server, 16, 120)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(until, lambda: "Ending: 16 open requests" in server.log)
-        codes = [await asyncio.to_thread(health, server) for _ in range(8)]
+        codes = [await asyncio.to_thread(status, server, "/health") for _ in range(8)]
         assert set(codes) == {503}
         for stream in streams:
             events = await stream.task
@@ -256,9 +264,9 @@ async def test_sigterm_lets_the_running_finish_on_both(tmp_path):
     assert "Traceback" not in server.log
 
 
-def health(server: Served) -> int:
+def status(server: Served, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"{server.url}/health", timeout=10) as answer:
+        with urllib.request.urlopen(f"{server.url}{path}", timeout=10) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -289,9 +297,12 @@ async def test_a_killed_engine_is_an_error_for_everyone_and_an_exit_code(tmp_pat
 
 
 def test_a_server_that_is_killed_leaves_nobody_behind(tmp_path):
-    with serving(tmp_path, *FLAGS) as server:
+    with serving(tmp_path, *FLAGS, "--api-key", "sesame") as server:
         everyone = family(server)
         assert len(everyone) == 2
+        for process in everyone:
+            assert "sesame" not in " ".join(process.cmdline())
+        assert {status(server, "/v1/models") for _ in range(8)} == {401}
         server.process.kill()
         until(lambda: all(map(is_over, everyone)))
 

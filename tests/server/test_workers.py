@@ -38,7 +38,7 @@ def test_orders_survive_the_pipe(tmp_path: Path):
     said: list[Order] = [
         Begin('{"api_key": "a\\nb"}', ["tetrad", "serve"], 1.5, 2),
         Join("/tmp/x\n", 3),
-        *(BeReady(), Drain(), Fail("Out of\nmemory."), End()),
+        *(BeReady(1.5), Drain(), Fail("Out of\nmemory."), End()),
     ]
     path = tmp_path / "said"
     path.write_bytes(b"".join(line(order) for order in said))
@@ -61,7 +61,7 @@ async def test_one_that_cannot_start_is_told(
     model: ServedModel, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("sys.executable", "/bin/false")
-    service = Service(ServeConfig(api_workers=2), model, Tally.shared(2))
+    service = Service(ServeConfig(api_workers=3), model, Tally.shared(3))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
@@ -69,7 +69,7 @@ async def test_one_that_cannot_start_is_told(
         workers.start()
         async with asyncio.timeout(30):
             with pytest.raises(
-                TetradError, match=r"^API process 1 ended with exit code 1 while the server"
+                TetradError, match=r"^API process \d ended with exit code 1 while the server"
             ):
                 await workers.join(engine)
             await workers.stop()

@@ -176,8 +176,7 @@ class Launch:
             joining = asyncio.ensure_future(workers.join(engine))
             await self._until_told_to_end(joining, engine.died, http.ended)
             if not joining.cancel():
-                joining.result()
-                self._service.be_ready()
+                self._service.be_ready(joining.result())
                 calm_collector()
                 self._console.ready(self._service, url(self._config, self._listener))
             await self._watch(engine, http)

@@ -30,6 +30,8 @@ class Join(msgspec.Struct, tag=True):
 class BeReady(msgspec.Struct, tag=True):
     """All processes serve: say so."""
 
+    startup_s: float
+
 
 class Drain(msgspec.Struct, tag=True):
     """Take no new requests."""

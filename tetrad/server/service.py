@@ -56,11 +56,11 @@ class Service:
         self._engine = engine
         self.metrics.watch(engine)
         if is_ready:
-            self.be_ready()
+            self.be_ready(time.time() - self.started_at)
 
-    def be_ready(self) -> None:
-        """All of the server is ready."""
-        self.startup_s = time.time() - self.started_at
+    def be_ready(self, startup_s: float) -> None:
+        """All of the server is ready, after so long."""
+        self.startup_s = startup_s
         self.phase = "ready"
 
     def fail(self, reason: str) -> None:

@@ -72,8 +72,8 @@ class Worker:
         match order:
             case Join():
                 self._join.set_result(order)
-            case BeReady():
-                self._service.be_ready()
+            case BeReady(startup_s):
+                self._service.be_ready(startup_s)
             case Drain():
                 self._service.phase = "draining"
             case Fail(reason):

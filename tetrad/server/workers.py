@@ -62,7 +62,8 @@ class ApiWorkers:
         """The number of each in the engine, another one after each start."""
         self._next_known = itertools.count(FIRST_WORKER + 1)
         self._engine: StartedEngine | None = None
-        self._are_ready = False
+        self._startup_s: float | None = None
+        """Of the server; None until all are ready."""
         self._ending = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -70,9 +71,9 @@ class ApiWorkers:
         """Start the processes; they load while the engine does."""
         self._keepers = [asyncio.create_task(self._keep(number)) for number in self._numbers]
 
-    async def join(self, engine: StartedEngine) -> None:
-        """The engine is ready: have all serve, and wait until they do. Raises TetradError when one
-        cannot."""
+    async def join(self, engine: StartedEngine) -> float:
+        """The engine is ready: have all serve, and wait until they do; returns how long the server
+        took to start. Raises TetradError when one cannot."""
         self._engine = engine
         for number in self._processes:
             self._join(number)
@@ -84,8 +85,9 @@ class ApiWorkers:
                 if keeper.done():
                     keeper.result()
             await asyncio.sleep(POLL_S)
-        self._are_ready = True
-        self._tell_all(BeReady())
+        self._startup_s = time.time() - self._service.started_at
+        self._tell_all(BeReady(self._startup_s))
+        return self._startup_s
 
     def drain(self) -> None:
         """Have all take no new requests. One that dies is not started anew."""
@@ -105,12 +107,11 @@ class ApiWorkers:
                 self._tell(number, End())
             else:
                 _kill(process)
-        try:
-            await asyncio.wait_for(asyncio.gather(*self._keepers), END_GRACE_S)
-        except TimeoutError:
-            for process in self._processes.values():
-                _kill(process)
-            await asyncio.gather(*self._keepers, return_exceptions=True)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=END_GRACE_S)
+        for process in self._processes.values():
+            _kill(process)
+        await asyncio.gather(*self._keepers, return_exceptions=True)
 
     async def _keep(self, number: int) -> None:
         """Have a process of that number run until the server ends."""
@@ -120,8 +121,9 @@ class ApiWorkers:
             how = f"API process {number} {await self._run(number)}"
             if self._ending.is_set():
                 return
-            if not self._are_ready:
-                self.failed.set_result(TetradError(f"{how} while the server started."))
+            if self._startup_s is None:
+                if not self.failed.done():
+                    self.failed.set_result(TetradError(f"{how} while the server started."))
                 return
             has_lasted = time.monotonic() - begun_at >= STABLE_S
             pause_s = 0.0 if has_lasted else min(LONGEST_PAUSE_S, 2 * pause_s + 0.1)
@@ -172,8 +174,8 @@ class ApiWorkers:
             folder = self._engine.add_worker(known_as)
             self._known_as[number] = known_as
             self._tell(number, Join(folder, known_as))
-            if self._are_ready:
-                self._tell(number, BeReady())
+            if self._startup_s is not None:
+                self._tell(number, BeReady(self._startup_s))
 
     def _bury(self, number: int) -> None:
         del self._processes[number]
