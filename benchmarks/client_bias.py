@@ -3,7 +3,8 @@
 The truth is `paced_server.c`, built here with `cc`: every stream gets one token a step, all at the
 same instants, and the server tells when it sent what. Each client runs on cores of its own, twice a
 round, with few requests and with many: the difference of the two CPU times over the difference of
-tokens is its cost per token, without its start. Clients take turns over the rounds.
+tokens is its cost per token, without its start. Clients take turns over the rounds. On a machine
+that others use, the server's steps are late at times: what was measured then is measured again.
 
     python benchmarks/client_bias.py --streams 256,1024,2048 --rounds 3
     python benchmarks/client_bias.py --streams 4096 --client-cores 1,2
@@ -92,6 +93,8 @@ class Row:
     ttft_bias_ms: float
     tpot_bias: float
     us_per_token: float
+    late_ms: float
+    """How late the server's steps were on average: its own error, and the machine's noise."""
     pacing: str
     verdict: str
 
@@ -109,6 +112,7 @@ def measured(client: Client, load: Load, cores: list[int]) -> Row:
         ttft_bias_ms=said.mean_ttft_ms - truth["mean_ttft_ms"],
         tpot_bias=said.mean_tpot_ms / truth["mean_tpot_ms"] - 1,
         us_per_token=(said.cpu_s - few.cpu_s) / more_tokens * 1e6,
+        late_ms=truth["late_mean_ms"],
         pacing=(
             f"late {truth['late_mean_ms']:.2f} (max {truth['late_max_ms']:.1f}), "
             f"burst {truth['drain_mean_ms']:.1f} (max {truth['drain_max_ms']:.1f}), "
@@ -122,14 +126,15 @@ def median(values: Iterator[float]) -> float:
     return statistics.median(values)
 
 
-def show(name: str, streams: int, rows: list[Row]) -> str:
+def show(name: str, streams: int, rows: list[Row], most_late_ms: float) -> str:
     """A line of the table: medians over the rounds."""
     worst = max(abs(row.throughput_bias) for row in rows)
+    late = "" if all(row.late_ms <= most_late_ms for row in rows) else "SERVER LATE "
     return (
         f"{name:<8} {streams:>7} {median(r.throughput_bias for r in rows):>+10.2%} "
         f"{worst:>9.2%} {median(r.ttft_bias_ms for r in rows):>+9.1f} "
         f"{median(r.tpot_bias for r in rows):>+8.2%} {median(r.us_per_token for r in rows):>8.1f}  "
-        f"{rows[-1].pacing}  {rows[-1].verdict}"
+        f"{rows[-1].pacing}  {late}{rows[-1].verdict}"
     )
 
 
@@ -142,6 +147,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--server-core", type=int, default=0)
     parser.add_argument("--client-cores", default="1", help="by commas; one process each")
+    parser.add_argument("--most-late-ms", type=float, default=3.0, help="of the server, on average")
+    parser.add_argument("--tries", type=int, default=3, help="to keep --most-late-ms")
     parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
     parser.add_argument("--only", help="names of clients, by commas; default: all that are there")
     parser.add_argument("--tokenizer", help="folder of a tokenizer, for the peers")
@@ -161,12 +168,10 @@ def chosen(options: argparse.Namespace) -> dict[str, Client]:
     return {name: client for name, client in clients.items() if name in only}
 
 
-def one_round(
-    clients: dict[str, Client], order: list[str], streams: int, options: argparse.Namespace
-) -> Iterator[tuple[str, Row]]:
-    """One measurement of each; a client that cannot be used is named and left out from then on."""
+def in_time(client: Client, streams: int, options: argparse.Namespace) -> Row:
+    """The first measurement in which the server was in time, or the last one that was tried."""
     cores = [int(core) for core in options.client_cores.split(",")]
-    for client in order:
+    for attempt in range(1, options.tries + 1):
         # A server of its own for each: what one left behind is not the next one's.
         with (
             tempfile.TemporaryDirectory() as name,
@@ -180,11 +185,10 @@ def one_round(
                 folder=Path(name),
                 tokenizer=options.tokenizer,
             )
-            try:
-                yield client, measured(clients[client], load, cores)
-            except Unusable as error:
-                del clients[client]
-                print(f"{client}: {error}", flush=True)
+            row = measured(client, load, cores)
+        if row.late_ms <= options.most_late_ms or attempt == options.tries:
+            return row
+    raise AssertionError("--tries must be above 0")
 
 
 def main() -> None:
@@ -198,11 +202,15 @@ def main() -> None:
         rows: dict[str, list[Row]] = {client: [] for client in clients}
         for turn in range(options.rounds):
             order = list(clients) if turn % 2 == 0 else list(clients)[::-1]
-            for client, row in one_round(clients, order, streams, options):
-                rows[client].append(row)
+            for client in order:
+                try:
+                    rows[client].append(in_time(clients[client], streams, options))
+                except Unusable as error:
+                    del clients[client]
+                    print(f"{client}: {error}", flush=True)
         for client, of_client in rows.items():
             if of_client:
-                print(show(client, streams, of_client), flush=True)
+                print(show(client, streams, of_client, options.most_late_ms), flush=True)
 
 
 if __name__ == "__main__":

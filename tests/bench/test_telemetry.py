@@ -238,6 +238,15 @@ def test_totals_are_differences_and_vllm_hits_are_of_look_ups():
     assert seen.server.running == [4.0]
 
 
+def test_llamacpps_prompt_tokens_are_computed_and_cached_ones():
+    before = {"cached_tokens": 0.0, "computed_tokens": 100.0}
+    after = {"cached_tokens": 40.0, "computed_tokens": 260.0}
+    seen = seen_of([(99.0, reading())], [(99.0, before), (111.0, after)])
+    assert seen.server is not None
+    assert seen.server.prompt_tokens == 200
+    assert seen.server.cache_hit_share == pytest.approx(0.2)
+
+
 def test_a_counter_that_fell_is_no_total():
     server = [(99.0, {"prompt_tokens": 10.0}), (111.0, {"prompt_tokens": 5.0})]
     seen = seen_of([(99.0, reading())], server)

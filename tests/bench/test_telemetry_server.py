@@ -46,6 +46,7 @@ llamacpp:requests_processing 8
 llamacpp:requests_deferred 24
 llamacpp:predicted_tokens_seconds 150.2
 llamacpp:prompt_tokens_total 640
+llamacpp:prompt_tokens_cached_total 160
 llamacpp:tokens_predicted_total 256
 """
 
@@ -75,12 +76,13 @@ def test_sglangs_ranks_of_one_engine_are_counted_once_and_sources_are_added():
     assert figures["retractions"] == 2.0
 
 
-def test_llamacpp_tells_neither_hits_nor_cache():
+def test_llamacpp_counts_computed_and_cached_tokens_and_tells_no_cache_usage():
     dialect, figures = from_metrics(LLAMACPP)
     assert dialect == "llamacpp"
     assert figures["running"] == 8.0
     assert figures["queued"] == 24.0
-    assert "cached_tokens" not in figures
+    assert (figures["computed_tokens"], figures["cached_tokens"]) == (640.0, 160.0)
+    assert "cache_usage" not in figures
 
 
 @pytest.mark.parametrize("text", ["", "{}", "<html>", "up 1\n", "sglang:num_running_reqs{a= 1\n"])

@@ -247,7 +247,9 @@ def _server(
     }
     eve = [figures for at, figures in samples if at <= 0] or [samples[0][1]]
     totals = {name: _difference(eve[-1], samples[-1][1], name) for name in COUNTERS}
-    looked_up = totals.pop("looked_up_tokens")
+    looked_up, computed = totals.pop("looked_up_tokens"), totals.pop("computed_tokens")
+    if computed is not None:
+        totals["prompt_tokens"] = computed + (totals["cached_tokens"] or 0)
     base, cached = looked_up or totals["prompt_tokens"], totals["cached_tokens"]
     counted: dict[str, Any] = totals
     return ServerSeries(

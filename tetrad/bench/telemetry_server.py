@@ -72,14 +72,17 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("queued", ("llamacpp:requests_deferred",)),
         Metric("cache_usage", ("llamacpp:kv_cache_usage_ratio",), is_mean=True),
         Metric("tokens_per_s", ("llamacpp:predicted_tokens_seconds",)),
-        Metric("prompt_tokens", ("llamacpp:prompt_tokens_total",)),
+        Metric("computed_tokens", ("llamacpp:prompt_tokens_total",)),
+        Metric("cached_tokens", ("llamacpp:prompt_tokens_cached_total",)),
         Metric("generated_tokens", ("llamacpp:tokens_predicted_total",)),
     ),
 }
-"""Each server's names. vLLM counts look-ups in its prefix cache, llama.cpp no hits at all."""
+"""Each server's names. vLLM counts look-ups in its prefix cache; llama.cpp's prompt tokens are
+those that were not in it."""
 
 COUNTERS = (
-    *("retractions", "prompt_tokens", "cached_tokens", "looked_up_tokens", "generated_tokens"),
+    *("retractions", "prompt_tokens", "computed_tokens", "cached_tokens", "looked_up_tokens"),
+    "generated_tokens",
 )
 INTERNAL_STATE = {
     "num_running_reqs": "running",
