@@ -238,6 +238,18 @@ def test_totals_are_differences_and_vllm_hits_are_of_look_ups():
     assert seen.server.running == [4.0]
 
 
+def test_a_rate_is_made_of_a_counter_where_the_server_has_no_gauge():
+    figures = [{"generated_tokens": 10.0 * n} for n in (0, 1, 4)]
+    seen = seen_of([(99.0, reading())], [(101.0 + 2 * n, each) for n, each in enumerate(figures)])
+    assert seen.server is not None
+    assert seen.server.tokens_per_s == [None, 5.0, 15.0]
+    gauge = [(101.0, {"tokens_per_s": 7.0, "generated_tokens": 0.0})]
+    gauge.append((103.0, {"tokens_per_s": 8.0, "generated_tokens": 100.0}))
+    seen = seen_of([(99.0, reading())], gauge)
+    assert seen.server is not None
+    assert seen.server.tokens_per_s == [7.0, 8.0]
+
+
 def test_llamacpps_prompt_tokens_are_computed_and_cached_ones():
     before = {"cached_tokens": 0.0, "computed_tokens": 100.0}
     after = {"cached_tokens": 40.0, "computed_tokens": 260.0}

@@ -44,7 +44,6 @@ LLAMACPP = """# HELP llamacpp:requests_processing Number of requests processing.
 # TYPE llamacpp:requests_processing gauge
 llamacpp:requests_processing 8
 llamacpp:requests_deferred 24
-llamacpp:predicted_tokens_seconds 150.2
 llamacpp:prompt_tokens_total 640
 llamacpp:prompt_tokens_cached_total 160
 llamacpp:tokens_predicted_total 256

@@ -139,7 +139,7 @@ def _server_charts(server: ServerSeries, time: Axis) -> Iterator[Chart]:
     for title, shown in (
         ("requests, as the server counts", {"running": server.running, "queued": server.queued}),
         ("KV cache in use, %", {"": [_times(value, 100.0) for value in server.cache_usage]}),
-        ("output tokens per second, by the server", {"": server.tokens_per_s}),
+        ("output tokens per second, as the server counts", {"": server.tokens_per_s}),
     ):
         drawn = [
             Curve(name, list(zip(server.times_s, values, strict=True)), colour)

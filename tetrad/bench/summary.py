@@ -25,6 +25,8 @@ DISAGREEMENT_SHARE = 0.02
 RANDOM_DISAGREEMENT_SHARE = 0.5
 """Of output that continues random prompts. Its tokens need not be those that the tokenizer would
 choose for the same text, and special ones among them have no text at all."""
+LUMPY_SHARE = 0.005
+"""Events that bring this much more or less than one token each are worth a word."""
 
 
 def record(
@@ -174,7 +176,8 @@ def _counting_notes(run: BenchRun, answers: Sequence[Answer]) -> Iterator[str]:
     good = [answer for answer in answers if answer.record.failure is None]
     num_events = sum(len(a.stamps) for a in good if not a.counts_tokens)
     num_tokens = sum(a.record.output_tokens for a in good if not a.counts_tokens)
-    if run.latencies.itl_ms is not None and num_events and num_tokens != num_events:
+    is_lumpy = num_events > 0 and abs(num_tokens / num_events - 1) >= LUMPY_SHARE
+    if run.latencies.itl_ms is not None and is_lumpy:
         yield (
             f"ITL is between events, which bring {num_tokens / num_events:.2f} tokens each on "
             "average."

@@ -240,6 +240,7 @@ def _server(
 ) -> ServerSeries | None:
     if not samples:
         return None
+    samples = _with_rates(samples)
     groups = _thinned_times(samples, duration_s)
     columns: dict[str, Any] = {
         name: [_mean([figures.get(name) for _, figures in group]) for _, group in groups]
@@ -260,6 +261,18 @@ def _server(
         **counted,
         cache_hit_share=cached / base if base and cached is not None else None,
     )
+
+
+def _with_rates(samples: Sequence[tuple[float, Any]]) -> list[tuple[float, dict[str, float]]]:
+    """Of a server with a counter of tokens and no gauge of their rate: that since the last look."""
+    rated = [samples[0]]
+    for (before_s, before), (at, figures) in pairwise(samples):
+        rise = _difference(before, figures, "generated_tokens")
+        if "tokens_per_s" in figures or rise is None or at <= before_s:
+            rated.append((at, figures))
+        else:
+            rated.append((at, {**figures, "tokens_per_s": rise / (at - before_s)}))
+    return rated
 
 
 def _difference(before: dict[str, float], after: dict[str, float], name: str) -> int | None:

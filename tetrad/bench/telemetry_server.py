@@ -71,7 +71,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("running", ("llamacpp:requests_processing",)),
         Metric("queued", ("llamacpp:requests_deferred",)),
         Metric("cache_usage", ("llamacpp:kv_cache_usage_ratio",), is_mean=True),
-        Metric("tokens_per_s", ("llamacpp:predicted_tokens_seconds",)),
         Metric("computed_tokens", ("llamacpp:prompt_tokens_total",)),
         Metric("cached_tokens", ("llamacpp:prompt_tokens_cached_total",)),
         Metric("generated_tokens", ("llamacpp:tokens_predicted_total",)),

@@ -57,7 +57,7 @@ class ServerSeries(Record):
     cache_usage: Values
     """Share of the KV cache in use, 0 to 1."""
     tokens_per_s: Values
-    """Output tokens per second, by the server's gauge."""
+    """Output tokens per second: the server's gauge, or its counter's rise since the last look."""
     retractions: int | None = None
     """Requests set back for want of cache."""
     prompt_tokens: int | None = None
