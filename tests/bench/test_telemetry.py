@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import os
 import signal
 from pathlib import Path
@@ -15,6 +17,8 @@ from tests.bench.test_block import run
 from tetrad.bench.block import remarks
 from tetrad.bench.charts import Axis
 from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.outputs import table
+from tetrad.bench.report_charts import overview
 from tetrad.bench.report_html import page
 from tetrad.bench.report_telemetry import GPU_HEADINGS, gpu_row, lines, telemetry_charts
 from tetrad.bench.serving import bench_serve
@@ -24,6 +28,7 @@ from tetrad.bench.telemetry_process import Watch, find_gpus, is_this_machine, wa
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import ConfigError
 from tetrad.core.records import BenchRun
+from tetrad.core.sweep_records import Place
 from tetrad.core.telemetry_records import Telemetry
 
 FAKE = str(Path(__file__).with_name("fake_nvml"))
@@ -289,6 +294,19 @@ def test_the_report_has_a_row_for_each_gpu_and_charts_on_the_runs_time():
     assert text.count("<svg") == 5
     charts = list(telemetry_charts(seen, Axis.of("s", 0.0, 10.0)))
     assert charts[0].curves[0].points == [(float(n), float(n)) for n in range(11)]
+
+
+def test_a_sweep_shows_energy_over_what_it_varies():
+    seen = seen_of([(100.0, reading()), (110.0, reading())])
+    points = [
+        alone([run(telemetry=seen)], 0)[0].model_copy(update={"place": Place(concurrency=count)})
+        for count in (1, 2)
+    ]
+    titles = [chart.title for chart in overview(points)]
+    assert titles[-1] == "energy for each output token against concurrency"
+    assert list(overview(points))[-1].curves[0].points == [(0, 20.0), (1, 20.0)]
+    rows = list(csv.DictReader(io.StringIO(table(points))))
+    assert [row["energy_per_token_j"] for row in rows] == ["20.0", "20.0"]
 
 
 def test_many_gpus_are_drawn_as_their_mean_least_and_most():

@@ -8,9 +8,15 @@ import json
 import pytest
 
 from tests.bench.mock_server import MockServer
+from tests.bench.test_block import run
 from tests.cli.conftest import beside
+from tetrad.bench.sweep import alone
+from tetrad.bench.sweep_options import BenchSweepConfig
 from tetrad.cli.bench_files import masked
-from tetrad.core.sweep_records import SweepPoint
+from tetrad.cli.bench_sweep import show
+from tetrad.core.records import Latencies
+from tetrad.core.spread import Spread
+from tetrad.core.sweep_records import Place, SweepPoint
 
 
 @pytest.fixture
@@ -136,3 +142,24 @@ def test_secrets_of_a_command_line_are_masked():
     secret = "--api-k s1 --port 1 --header A=s2 B=s3 --auth=s4 --model s5 --header=C=s6"
     shown = "--api-k *** --port 1 --header A=*** B=*** --auth=*** --model s5 --header=C=***"
     assert " ".join(masked(secret.split())) == shown
+
+
+def test_large_figures_do_not_squeeze_the_points_name_out(capsys):
+    """At 170 columns, five-digit latencies once left no room for the first column."""
+    wide = Spread(count=9, mean=1e6, median=987654.3, p99=1234567.8)
+    times = Latencies(e2e_ms=wide, ttft_ms=wide, tpot_ms=wide, itl_ms=wide, queue_ms=Spread())
+    place = Place(concurrency=2048, request_rate=999.0, input_len=1024, output_len=1024)
+    point = alone([run(latencies=times)], 0)[0].model_copy(update={"place": place})
+    show([point], BenchSweepConfig.parse({"concurrency": "1"}))
+    assert "concurrency 2048, rate 999.0, lengths 1024/1024" in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_shows_what_matters(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "90")
+    point = alone([run()], 0)[0].model_copy(update={"place": Place(concurrency=16)})
+    show([point], BenchSweepConfig.parse({"concurrency": "16"}))
+    out = capsys.readouterr().out
+    assert "concurrency 16" in out
+    assert "output tok/s" in out
+    assert "total tok/s" not in out

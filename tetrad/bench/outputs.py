@@ -117,6 +117,12 @@ def _row(point: SweepPoint) -> dict[str, object]:
     else:
         figures = {k: v for k, v in sglang_keys(run).items() if k not in NOT_IN_A_TABLE}
         row |= {"url": run.url, "model": run.model, **figures}
+        if run.telemetry is not None and run.telemetry.energy_j is not None:
+            seen = run.telemetry
+            row |= {
+                "mean_power_w": seen.mean_power_w,
+                "energy_per_token_j": seen.energy_per_token_j,
+            }
     return {key: _harmless(value) for key, value in row.items()}
 
 

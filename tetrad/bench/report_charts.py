@@ -38,6 +38,13 @@ def overview(points: Sequence[SweepPoint]) -> Iterator[Chart]:
     for title, name in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("E2E latency", "e2e_ms")):
         if any(getattr(run.latencies, name) for run in good.values()):
             yield plot(title, "ms", {"median": _of(name, "median"), "P99": _of(name, "p99")})
+    if any(energy_per_token_j(run) is not None for run in good.values()):
+        yield plot("energy for each output token", "J", {"": energy_per_token_j})
+
+
+def energy_per_token_j(run: BenchRun) -> float | None:
+    """None where no GPU was sampled."""
+    return None if run.telemetry is None else run.telemetry.energy_per_token_j
 
 
 def _of(latency: str, statistic: str) -> Value:

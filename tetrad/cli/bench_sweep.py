@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tetrad.bench.sweep_options import BenchSweepConfig
 from tetrad.cli import bench_files
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from tetrad.core.records import BenchRun
     from tetrad.core.sweep_records import SweepPoint
 
-PLAIN_WIDTH = 170
-"""Columns of the table where there is no terminal to ask."""
+PLAIN_WIDTH = 250
+"""Columns of the table where there is no terminal to ask: enough for the longest names."""
+WHOLE_WIDTH = 170
+"""A narrower terminal shows the columns of ESSENTIAL only."""
+ESSENTIAL = (0, 1, 3, 5, 8, 10, 14)
+"""Places in the headings: point, result, failed, output tok/s, medians of TTFT, TPOT and E2E."""
 
 
 def _bench_sweep(config: BenchSweepConfig) -> int:
@@ -49,7 +53,7 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
                 _keep(point, config)
     finally:
         shown = _in_order(done.values(), config)
-        _show(shown, config)
+        show(shown, config)
     if config.find is not None:
         print(sweep_find.conclusion(shown, config.bounds))
         return 0
@@ -90,7 +94,8 @@ def _keep(point: SweepPoint, config: BenchSweepConfig) -> None:
             os.fsync(file.fileno())
 
 
-def _show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
+def show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
+    """Print the table, what was wrong, and write the files that cover all points."""
     if not points:
         return
     from rich.console import Console
@@ -99,13 +104,16 @@ def _show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
 
     from tetrad.bench.report_html import HEADINGS, cells
 
-    table = Table()
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if place > 1 else "left", no_wrap=place != 0)
-    for point in points:
-        style = None if point.status == "ok" else "red"
-        table.add_row(*map(Text, cells(point)), style=style)
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    shown = range(len(HEADINGS)) if console.width >= WHOLE_WIDTH else ESSENTIAL
+    table = Table()
+    for place in shown:
+        justify: Literal["left", "right"] = "right" if place > 1 else "left"
+        table.add_column(HEADINGS[place], justify=justify, no_wrap=place != 0)
+    for point in points:
+        row = cells(point)
+        style = None if point.status == "ok" else "red"
+        table.add_row(*(Text(row[place]) for place in shown), style=style)
     console.print(table)
     for point in points:
         if point.detail:
