@@ -204,10 +204,13 @@ def main() -> None:
             order = list(clients) if turn % 2 == 0 else list(clients)[::-1]
             for client in order:
                 try:
-                    rows[client].append(in_time(clients[client], streams, options))
+                    row = in_time(clients[client], streams, options)
                 except Unusable as error:
                     del clients[client]
                     print(f"{client}: {error}", flush=True)
+                else:
+                    rows[client].append(row)
+                    print(show(client, streams, [row], options.most_late_ms), file=sys.stderr)
         for client, of_client in rows.items():
             if of_client:
                 print(show(client, streams, of_client, options.most_late_ms), flush=True)

@@ -7,6 +7,7 @@ import csv
 import io
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tetrad.bench.report_telemetry import GPU_HEADINGS, gpu_row, lines, telemetr
 from tetrad.bench.serving import bench_serve
 from tetrad.bench.sweep import alone
 from tetrad.bench.telemetry import MOST_SAMPLES, Seen, sampling, telemetry
+from tetrad.bench.telemetry_gpus import FIELDS, Gpus
 from tetrad.bench.telemetry_process import Watch, find_gpus, is_this_machine, watch
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import ConfigError
@@ -322,3 +324,25 @@ def test_flags_that_contradict_are_refused():
         config("http://x", disable_telemetry=True, telemetry=True)
     with pytest.raises(ConfigError, match="from 0"):
         config("http://x", telemetry_gpus=(-1,))
+
+
+@pytest.mark.gpu
+def test_this_machines_driver_tells_what_is_sampled():
+    """All but what a container may hide, on the first GPU; energy agrees with power."""
+    gpus = Gpus([0])
+    if gpus.why_none:
+        pytest.skip(gpus.why_none)
+    assert gpus.facts[0]["name"]
+    assert gpus.facts[0]["power_limit_w"] > 0
+    samples = []
+    for _ in range(20):
+        samples.append((time.perf_counter(), dict(zip(FIELDS, gpus.read()[0], strict=True))))
+        time.sleep(0.1)
+    assert all(0 < sample["power_w"] < 2000 for _, sample in samples)
+    assert all(0 < sample["sm_mhz"] <= gpus.facts[0]["max_sm_mhz"] for _, sample in samples)
+    assert all(0 <= sample["busy"] <= 1 for _, sample in samples)
+    assert all(sample["memory_used_bytes"] > 0 for _, sample in samples)
+    (begun_s, first), (ended_s, last) = samples[0], samples[-1]
+    mean_w = sum(sample["power_w"] for _, sample in samples) / len(samples)
+    counted_w = (last["energy_j"] - first["energy_j"]) / (ended_s - begun_s)
+    assert counted_w == pytest.approx(mean_w, rel=0.3)

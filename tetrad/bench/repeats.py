@@ -34,6 +34,9 @@ FIGURES: dict[str, Callable[[BenchRun], float | None]] = {
     "P99 ITL (ms)": lambda run: _of(run.latencies.itl_ms, "p99"),
     "Mean E2E Latency (ms)": lambda run: _of(run.latencies.e2e_ms, "mean"),
     "P99 E2E Latency (ms)": lambda run: _of(run.latencies.e2e_ms, "p99"),
+    "Energy for each output token (J)": lambda run: (
+        None if run.telemetry is None else run.telemetry.energy_per_token_j
+    ),
 }
 
 
