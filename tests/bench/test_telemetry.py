@@ -334,7 +334,7 @@ def test_this_machines_driver_tells_what_is_sampled():
         pytest.skip(gpus.why_none)
     assert gpus.facts[0]["name"]
     assert gpus.facts[0]["power_limit_w"] > 0
-    samples = []
+    samples: list[tuple[float, dict[str, Any]]] = []
     for _ in range(20):
         samples.append((time.perf_counter(), dict(zip(FIELDS, gpus.read()[0], strict=True))))
         time.sleep(0.1)
