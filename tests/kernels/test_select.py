@@ -38,9 +38,14 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     assert rows["mla"] == {
         "op": "mla", "backend": "torch", "reason": "the first that can run here",
         "refusals": dict.fromkeys(
-            ("gluon", "triton"), "needs an NVIDIA GPU; on a CPU use 'torch'"
+            ("gluon", "triton", "flashinfer_sparse_mla"),
+            "needs an NVIDIA GPU; on a CPU use 'torch'",
         ),
-        "times_us": {}, "regimes": (), "remarks": {},
+        "times_us": {}, "regimes": (),
+        "remarks": {
+            "flashinfer_sparse_mla": "not run on hardware; rounds queries and softmax weights to "
+            "e4m3 where keys are FP8"
+        },
     }  # fmt: skip
     assert "not run on hardware" in rows["experts"]["remarks"]["flashinfer_trtllm"]
     assert ops.rope is OPS["rope"].backends["torch"]
@@ -113,7 +118,7 @@ def test_names_of_sglang_stand_for_ours(flag: str, value: str, ours: str):
     assert getattr(ServeConfig.parse({flag: value}), flag) == ours
 
 
-@pytest.mark.parametrize("value", ["fa3", "trtllm", "flashmla_kv", "flashinfer_sparse_mla"])
+@pytest.mark.parametrize("value", ["fa3", "trtllm", "flashmla_kv"])
 def test_backends_of_sglang_that_are_missing_are_refused(value: str):
     sentence = rf"--decode-attention-backend {value}: in SGLang this is .*; auto takes the fastest"
     with pytest.raises(ConfigError, match=sentence):

@@ -27,6 +27,7 @@ RUNS_ON = {
     "flashinfer_cutedsl": (BLACKWELL, BLACKWELL_ULTRA),
     "flashinfer_cutlass": (BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK),
     "triton_fp4": (BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK),
+    "flashinfer_sparse_mla": (WORKSTATION, SPARK),
 }
 """With every optional package installed."""
 

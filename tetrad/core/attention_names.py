@@ -21,7 +21,6 @@ MISSING = {
     "flashmla_kv": _FLASHMLA,
     "flashmla_auto": _FLASHMLA,
     "flashinfer": _FLASHINFER,
-    "flashinfer_sparse_mla": _FLASHINFER,
     "fa3": _FLASHATTENTION,
     "fa4": _FLASHATTENTION,
     "trtllm": _TRTLLM,

@@ -59,6 +59,7 @@ from tetrad.kernels.linear import reference as linear_torch
 from tetrad.kernels.linear import triton as linear_triton
 from tetrad.kernels.mla import check as mla_check
 from tetrad.kernels.mla import contract as mla
+from tetrad.kernels.mla import flashinfer_sparse_mla as mla_flashinfer_sparse_mla
 from tetrad.kernels.mla import gluon as mla_gluon
 from tetrad.kernels.mla import reference as mla_torch
 from tetrad.kernels.mla import triton as mla_triton
@@ -138,7 +139,7 @@ OPS: Mapping[str, Op] = {
         _op(reduce_experts, reduce_experts_check, reduce_experts_triton, reduce_experts_torch),
         _op(index_score, index_score_check, index_score_triton, index_score_torch),
         _op(index_select, index_select_check, index_select_triton, index_select_torch),
-        _op(mla, mla_check, mla_gluon, mla_triton, mla_torch),
+        _op(mla, mla_check, mla_gluon, mla_triton, mla_flashinfer_sparse_mla, mla_torch),
         _op(finite_rows, finite_rows_check, finite_rows_triton, finite_rows_torch),
         _op(sample, sample_check, sample_triton, sample_torch),
     )
