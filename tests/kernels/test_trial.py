@@ -16,6 +16,7 @@ from tetrad.core.arch import ModelArch
 from tetrad.core.errors import UnsupportedError
 from tetrad.data import embedded_model
 from tetrad.kernels import trial, trial_process
+from tetrad.kernels.backend import Rounding
 from tetrad.kernels.choice import TOKENS
 from tetrad.kernels.choice_cache import FILE_NAME, key_of
 from tetrad.kernels.registry import OPS
@@ -329,3 +330,26 @@ def test_kept_outcomes_that_name_no_backend_are_ignored(
     with_rope("torch")
     assert tried("torch", told).left_out == {}
     assert "is not readable and is ignored" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("forced", "called"),
+    [
+        ({}, ["a", "c"]),
+        ({"mla": "b"}, ["b"]),
+        ({"mla": "b", "mla.prefill": "c"}, ["b", "c"]),
+        ({"mla.decode": "b"}, ["a", "b", "c"]),
+        ({"experts": "torch"}, ["a", "c"]),
+    ],
+)
+def test_what_a_choice_may_call_is_tried(forced: dict[str, str], called: list[str]):
+    """Of attention, a backend may be asked for in one phase; "b" rounds on the way."""
+    torch_backend = OPS["mla"].backends["torch"]
+    rounds = Rounding("cuts corners", OPS["mla"].check.expected, {"float32": 0.0}, deviation=0.0)
+    backends = {
+        name: replace(torch_backend, name=name, rounding=rounds if name == "b" else None)
+        for name in "abc"
+    }
+    op = replace(OPS["mla"], backends=backends)
+    found = trial._Trial(Request("cpu", torch.float32, forced), print, trial.Means(), {})
+    assert [backend.name for backend in found._wanted(op)] == called

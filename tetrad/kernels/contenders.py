@@ -52,6 +52,13 @@ def backend_in(phase: str, regimes: Iterable[Regime]) -> str | None:
     return next((regime.backend for regime in regimes if regime.phase == phase), None)
 
 
+def asked_for(op: str, forced: Mapping[str, str]) -> dict[Phase, str]:
+    """The backend that an op must have in each phase, or "auto"; `forced` as `resolve_ops` has
+    it."""
+    everywhere = forced.get(op, "auto")
+    return {phase: forced.get(f"{op}.{phase}", everywhere) for phase in PHASES}
+
+
 def phase_of(tokens: int) -> Phase:
     """Of a timed step."""
     return "decode" if tokens <= MOST_SEQUENCES else "prefill"

@@ -26,6 +26,7 @@ from tetrad.kernels.contenders import (
     PHASES,
     Regime,
     Times,
+    asked_for,
     backend_in,
     by_phase,
     by_rows,
@@ -187,8 +188,7 @@ def _choose(
 ) -> OpChoice:
     """`choose` as `forced` says, in both phases or in each."""
     name = op.contract.name
-    everywhere = forced.get(name, "auto")
-    wanted = {phase: forced.get(f"{name}.{phase}", everywhere) for phase in PHASES}
+    wanted = asked_for(name, forced)
     if len(set(wanted.values())) == 1:
         return choose(op, wanted["decode"], here, refusal, contest)
     found = {

@@ -25,7 +25,7 @@ from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.choice import BUDGET_S, TOLD_S, contest_cases
 from tetrad.kernels.choice_cache import FILE_NAME, ChoiceCache, cache_folder, source_digest
-from tetrad.kernels.contenders import REFERENCE
+from tetrad.kernels.contenders import REFERENCE, asked_for
 from tetrad.kernels.contract import Case
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.registry import OPS
@@ -168,7 +168,7 @@ class _Trial:
             for backend in fresh:
                 cases = op.contract.canary_cases(self.request.keys)
                 canaries += (self._unit(op, backend, case, 0, CONTEXT_BYTES) for case in cases)
-            if len(wanted) > 1 and op.contract.name not in self._forced():
+            if len(wanted) > 1 and "auto" in self._asked(op):
                 shapes += self._shapes(op, fresh)
         canaries.sort(key=lambda unit: -_flops(unit))
         most: dict[str, float] = {}
@@ -177,11 +177,12 @@ class _Trial:
         shapes.sort(key=lambda unit: (-most[unit.op], unit.tokens))
         return [*canaries, *shapes]
 
-    def _forced(self) -> dict[str, str]:
-        return {op: name for op, name in self.request.forced.items() if name != "auto"}
+    def _asked(self, op: Op) -> set[str]:
+        """Names of backends that were asked for in some phase; "auto" where a choice is open."""
+        return set(asked_for(op.contract.name, self.request.forced).values())
 
     def _wanted(self, op: Op) -> list[Backend]:
-        """Backends that a choice may call: the one that was asked for and, where that cannot be,
+        """Backends that a choice may call: those that were asked for and, where they cannot be,
         those which would work instead; or all but those that have to be asked for."""
         able = [
             backend
@@ -191,11 +192,12 @@ class _Trial:
         ]
         if self.request.scope == "all":
             return able
-        forced = self._forced().get(op.contract.name)
-        alone = [backend for backend in able if backend.name == forced]
-        if alone and self.verdicts.get((op.contract.name, alone[0].name)) is None:
+        asked = self._asked(op)
+        alone = [backend for backend in able if backend.name in asked]
+        found = [self.verdicts.get((op.contract.name, backend.name)) for backend in alone]
+        if alone and "auto" not in asked and not any(found):
             return alone
-        return [backend for backend in able if backend.rounding is None]
+        return [backend for backend in able if backend.rounding is None or backend in alone]
 
     def _shapes(self, op: Op, backends: Sequence[Backend]) -> list[Unit]:
         """Calls at the model's shapes; plain torch compiles nothing."""
