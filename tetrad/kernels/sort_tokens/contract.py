@@ -71,6 +71,8 @@ CONTRACT = Contract(
         _case("odd block", T=40, K=4, E=12, block=48, dropped=0.5),
         _case("glm", T=33, K=8, E=256, block=16),
         _case("glm rank", T=600, K=8, E=32, block=64),
+        _case("many experts, read in pieces", T=520, K=8, E=65, block=16),
+        _case("few experts, read in pieces", T=16500, K=1, E=3, block=256, small_block=144),
         _case("glm prompt", T=700, K=8, E=32, block=256, small_block=144),
     ),
     flops=lambda _case: 0.0,
