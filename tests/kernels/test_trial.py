@@ -353,3 +353,19 @@ def test_what_a_choice_may_call_is_tried(forced: dict[str, str], called: list[st
     op = replace(OPS["mla"], backends=backends)
     found = trial._Trial(Request("cpu", torch.float32, forced), print, trial.Means(), {})
     assert [backend.name for backend in found._wanted(op)] == called
+
+
+@pytest.mark.gpu
+def test_a_second_start_on_a_gpu_tries_and_times_nothing():
+    """The first compiles side by side and times; both come to the same choice."""
+    arch = ModelArch.from_folder(embedded_model())
+    first_told: list[str] = []
+    second_told: list[str] = []
+    first = resolve_ops("cuda", dtype=torch.bfloat16, arch=arch, tell=first_told.append)
+    second = resolve_ops("cuda", dtype=torch.bfloat16, arch=arch, tell=second_told.append)
+    assert first_told[0].startswith("compiling and trying kernels: ")
+    assert any(line.startswith("timing experts: ") for line in first_told)
+    assert second_told == ["checking kernels in this process"]
+    for before, after in zip(first.report, second.report, strict=True):
+        assert (before["backend"], before["times_us"]) == (after["backend"], after["times_us"])
+        assert "measured" not in after["reason"]
