@@ -137,19 +137,21 @@ def test_a_backend_that_gives_nan_for_some_shape_is_replaced(
     assert engine.stats().nonfinite_total == 0
 
 
+@pytest.mark.parametrize("keys", ["auto", "fp8_e4m3"])
 def test_a_backend_that_writes_nan_to_the_cache_is_replaced(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, keys: str, caplog: pytest.LogCaptureFixture
 ):
     """Its slots alone are looked at: most of a pool was never written."""
-    expected = told(run(load(folder), requests()))
-    engine = load(folder)
+    expected = told(run(load(folder, kv_cache_dtype=keys), requests()))
+    engine = load(folder, kv_cache_dtype=keys)
     switch = guard_of(engine)._switches["latents"]
     sound = switch.backend
 
     def spoiling(query: Any, *args: Any) -> Any:
         latent, pool, index_pool = sound.run(query, *args)
         if len(query) == 3:
-            pool.view(-1, pool.shape[-1])[args[-3]] = torch.nan
+            spoiled = torch.nan if keys == "auto" else 0xFF
+            pool.view(-1, pool.shape[-1])[args[-3]] = spoiled
         return latent, pool, index_pool
 
     switch.backend = Backend("broken", spoiling)

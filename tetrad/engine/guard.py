@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tetrad.core.step import StepPlan
+from tetrad.core.step import PAGE_TOKENS, StepPlan
 from tetrad.engine.runner import Runner
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.contract import Argument
@@ -210,13 +210,19 @@ def _inputs(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _results(op: Op, args: tuple[Any, ...], result: Any) -> list[Tensor]:
-    """Of a pool the slots that were written."""
+    """Of a pool the slots that were written, FP8 keys decoded."""
     named = dict(zip((argument.name for argument in op.contract.arguments), args, strict=False))
-    pairs = zip(op.contract.results, op.check.outputs(result), strict=True)
+    pairs = list(zip(op.contract.results, op.check.outputs(result), strict=True))
+    if not any(_is_pool(promise) and len(found) for promise, found in pairs):
+        return _floats([found for _, found in pairs])
+    pages, page = torch.unique(named["slots"] // PAGE_TOKENS, return_inverse=True)
+    slots = page * PAGE_TOKENS + named["slots"] % PAGE_TOKENS
+    cut = [found[pages] if _is_pool(each) and len(found) else found for each, found in pairs]
+    values = op.check.values(named, tuple(cut))
     return _floats(
         [
-            found.flatten(0, 1)[named["slots"]] if _is_pool(promise) and len(found) else found
-            for promise, found in pairs
+            found.flatten(0, 1)[slots.to(found.device)] if _is_pool(each) and len(found) else found
+            for (each, _), found in zip(pairs, values, strict=True)
         ]
     )
 
