@@ -155,7 +155,8 @@ def test_what_follows_a_prompt_fits_it(
     monkeypatch.setattr(keys_module, "LEAST_EXPANDED", 1 << 40)
     absorbed = Driver(model, ids, device, torch.float32, keys).run(steps)
     for ours, truth in zip(expanded, absorbed, strict=True):
-        assert error(ours, truth) <= (1e-5 if keys == ACTIVATION else 1e-2)
+        exact = 1e-5 if device == "cpu" else 1e-3
+        assert error(ours, truth) <= (exact if keys == ACTIVATION else 1e-2)
 
 
 @pytest.mark.gpu
@@ -169,7 +170,7 @@ def test_real_widths(lens: tuple[int, ...], keys: KeyFormat):
     attention = Attention(arch, DummyWeights(device, dtype), ops, dtype, device)
     expanded, absorbed = both(attention, lens, keys)
     assert expanded.isfinite().all()
-    assert error(expanded, absorbed) <= 0.01
+    assert error(expanded, absorbed) <= 0.02
     arguments = attention.arguments(lens, keys)
     with waiting_is_an_error():
         attention.layer(*arguments)

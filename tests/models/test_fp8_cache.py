@@ -75,7 +75,7 @@ def test_logits_of_the_embedded_model(dtype: torch.dtype, device: str):
     for steps in (whole(ids), cut(ids)):
         found = Driver(model, ids, device, dtype, FP8).run(steps)
         assert max(errors(found, truth)) <= BOUND
-        assert all(agreement(*pair) > 0.97 for pair in zip(found, truth, strict=True))
+        assert all(agreement(*pair) > 0.95 for pair in zip(found, truth, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,4 +86,4 @@ def test_how_steps_are_cut_changes_roundings_only(device: str):
     one, other = (
         Driver(model, ids, device, torch.float32, FP8).run(steps(ids)) for steps in (whole, cut)
     )
-    assert max(errors(other, one)) < 1e-3
+    assert max(errors(other, one)) < 5e-3
