@@ -211,10 +211,10 @@ def seen_of(samples, server=()) -> Telemetry:
 def test_energy_is_that_between_start_and_end():
     """Counters are read on the line between samples, not at the samples before and after."""
     samples = [(98.0, reading(energy=0.0)), (102.0, reading(energy=400.0))]
-    samples += [(108.0, reading(energy=1000.0)), (112.0, reading(energy=1400.0))]
+    samples += [(108.0, reading(energy=1000.0)), (112.0, reading(energy=1800.0))]
     seen = seen_of(samples)
-    assert seen.energy_j == pytest.approx(1200.0 - 200.0)
-    assert seen.energy_per_token_j == pytest.approx(1000.0 / 50)
+    assert seen.energy_j == pytest.approx(1400.0 - 200.0)
+    assert seen.energy_per_token_j == pytest.approx(1200.0 / 50)
     assert seen.gpu_times_s == [2.0, 8.0]
 
 
