@@ -184,7 +184,8 @@ def test_a_backend_that_fails_and_one_that_refuses_have_rows(monkeypatch: pytest
     assert found["broken"].detail == "RuntimeError: no such instruction"
     assert found["torch"].status == "ok"
     assert "broken" in worst(found.values())
-    assert worst([found["shy"]]) == ""
+    assert "rms_norm by shy: needs four legs" in worst([found["shy"]])
+    assert worst([found["shy"], found["torch"]]) == ""
 
 
 def test_inputs_that_cannot_be_made_fail_their_cell_only(monkeypatch: pytest.MonkeyPatch):

@@ -110,6 +110,15 @@ def test_a_mistake_is_one_sentence(tetrad, arguments: list[str], sentence: str):
     assert err.count("\n") == 1
 
 
+def test_where_nothing_can_run_it_says_so_and_fails(tetrad):
+    arguments = ("--ops", "experts", "--backends", "gluon,triton", "--tokens", "8")
+    code, _, err = tetrad("bench", "kernels", "--device", "cpu", "--budget-s", "1", *arguments)
+    assert code == 6
+    last = err.splitlines()[-1]
+    assert last.startswith("error: No backend that was asked for can run here: experts by gluon: ")
+    assert "on a CPU use 'torch'" in last
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there"
 )

@@ -142,6 +142,23 @@ def test_results_are_not_put_where_they_cannot_be(tetrad, prompts, tmp_path):
     assert (code, "this is a folder" in err) == (2, True)
 
 
+def test_a_full_disk_loses_that_file_alone(tetrad, prompts, tmp_path):
+    """Every write to /dev/full fails for want of space."""
+    html = tmp_path / "report.html"
+    arguments = ["--dataset-name", "custom", "--dataset-path", prompts, "--html", str(html)]
+    with beside(MockServer()) as url:
+        for flag in ("--output-file", "--csv"):
+            code, out, err = tetrad(
+                "bench", "serve", "--base-url", url, *arguments, flag, "/dev/full"
+            )
+            assert code == 6
+            last = err.splitlines()[-1]
+            assert last.startswith(f"error: {flag} /dev/full cannot be written: No space left")
+            assert "Successful requests:                     4 " in out
+            assert "<html" in html.read_text()
+            html.unlink()
+
+
 def test_a_profile_is_shown_whole(tetrad, prompts):
     arguments = ["--dataset-name", "custom", "--dataset-path", prompts]
     with beside(MockServer()) as url:

@@ -21,6 +21,7 @@ import pytest
 
 from tests.house.source import ROOT
 from tetrad.data import embedded_model, model_folder
+from tetrad.server.launch import SAME_SIGNAL_S
 
 ENDLESS = {"text": "3", "stream": True, "sampling_params": {"max_new_tokens": 100_000}}
 
@@ -136,6 +137,7 @@ def test_a_taken_port_is_told_before_the_model_is_loaded():
     [
         ({"tp": 2}, "--tp 2 is not supported"),
         ({"model": "/nowhere"}, "/nowhere is not a folder"),
+        ({"host": "203.0.113.1"}, "this machine has no such address"),
         ({"host": "no.such.host.invalid"}, "--host no.such.host.invalid cannot be used"),
     ],
 )
@@ -204,6 +206,9 @@ def test_a_second_signal_ends_at_once():
     ):
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("a second signal ends at once")
+        server.process.send_signal(signal.SIGTERM)  # so soon it is the same one
+        time.sleep(2 * SAME_SIGNAL_S)
+        assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 128 + signal.SIGTERM
 

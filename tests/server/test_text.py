@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tetrad.core.errors import CheckpointError
@@ -71,12 +71,14 @@ def test_hidden_tokens_leave_no_trace(ids: list[int]):
 
 @settings(max_examples=30)
 @given(any_ids)
+@example([169, 94])
 def test_no_more_than_an_unfinished_character_is_held_back(ids: list[int]):
     detokenizer = Detokenizer(TOKENIZER)
     shown = ""
     for i, token_id in enumerate(ids):
         shown += detokenizer.feed(token_id)
-        held = len(TOKENIZER.decode(ids[: i + 1]).encode()) - len(shown.encode())
+        # each byte of what is no character yet may show as one of its own
+        held = len(TOKENIZER.decode(ids[: i + 1])) - len(shown)
         assert 0 <= held <= 3
 
 

@@ -55,6 +55,8 @@ async def test_messages_are_what_a_chat_computes(client: httpx.AsyncClient):
         ("/tokenize", {"prompt": 3}, "prompt"),
         ("/tokenize", {"prompt": "a" * 100_000}, "256"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "other"),
+        ("/tokenize", {"prompt": ["3+5" * 2000] * 400}, "2400000 characters together"),
+        ("/detokenize", {"tokens": [1] * 262_145}, "tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": "3"}, "tokens"),
@@ -68,11 +70,23 @@ async def test_what_cannot_be_is_one_sentence(
     assert sentence in response.json()["error"]["message"]
 
 
-async def test_ids_without_a_token_have_no_text_and_leave_nothing_behind(
+async def test_what_takes_long_gives_the_same(client: httpx.AsyncClient, tokenizer: Tokenizer):
+    ids = tokenizer.encode("3+5", add_special_tokens=False) * 3000
+    assert (await post(client, "/detokenize", tokens=ids))["text"] == "3+5" * 3000
+    messages = [{"role": "user", "content": "1"}] * 501
+    few = await post(client, "/tokenize", messages=messages[:2])
+    many = await post(client, "/tokenize", messages=messages)
+    each = few["count"] - (await post(client, "/tokenize", messages=messages[:1]))["count"]
+    assert many["count"] == few["count"] + 499 * each
+
+
+async def test_ids_without_a_token_are_refused_and_leave_nothing_behind(
     client: httpx.AsyncClient, service: Service
 ):
-    ids = list(range(2**31 - 1000, 2**31))
-    assert (await post(client, "/detokenize", tokens=ids))["text"] == ""
     tokenizer = service.model.tokenizer
-    assert len(tokenizer._bytes) <= tokenizer.vocab_size
+    ids = range(tokenizer.vocab_size, tokenizer.vocab_size + 1000)
+    assert tokenizer.decode(ids) == ""
     assert not set(ids) & set(tokenizer._bytes)
+    response = await client.post("/detokenize", json={"tokens": [20, 2**31 - 1]})
+    assert response.status_code == 400
+    assert "tokens holds id 2147483647" in response.json()["error"]["message"]

@@ -361,7 +361,11 @@ def _clocks(device: torch.device) -> dict[str, float] | None:
 
 def worst(rows: Iterable[KernelTiming]) -> str:
     """One sentence when some figure must not be used, else ""."""
+    rows = list(rows)
     bad = [row for row in rows if row.status in ("wrong", "failed")]
+    if rows and all(row.status == "refused" for row in rows):
+        refused = {f"{row.op} by {row.backend}: {row.detail}" for row in rows}
+        return f"No backend that was asked for can run here: {'; '.join(sorted(refused))}."
     if not bad:
         return ""
     first = bad[0]

@@ -31,10 +31,13 @@ def _bench_compare(config: BenchCompareConfig) -> int:
         return run
 
     pairs = uvloop.run(compare(config, measure))
-    for pair in pairs:
-        for run in pair:
+    runs = [run for pair in pairs for run in pair]
+    for run in runs:
+        if run.failed > config.allow_failures:
             refuse(run, config.allow_failures)
     print("", *table(comparison(pairs)), sep="\n")
+    for run in runs:
+        refuse(run, config.allow_failures)
     if len(pairs) < config.pairs:
         raise KeyboardInterrupt
     return 0

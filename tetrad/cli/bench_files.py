@@ -8,14 +8,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.options_server import without_credentials
 from tetrad.cli.machine import look
-from tetrad.core.errors import ConfigError
+from tetrad.core.errors import BenchFailure, ConfigError
 
 if TYPE_CHECKING:
     from tetrad.core.records import BenchRun
@@ -91,11 +92,45 @@ def signed(run: BenchRun) -> BenchRun:
 
 
 def write_run(run: BenchRun, config: BenchServeConfig) -> None:
-    """What is written for each run by itself."""
+    """What is written for each run by itself. Raises BenchFailure when a file cannot be written,
+    after the others are."""
+    writes: list[Write] = []
     if config.output_file is not None:
-        append(run, config)
+        writes.append(("--output-file", config.output_file, lambda: append(run, config)))
     if config.save_result:
-        save(run, config)
+        writes.append(("--save-result", config.result_dir or Path(), lambda: save(run, config)))
+    _write_all(writes)
+
+
+def write_all(
+    runs: Sequence[BenchRun], points: Sequence[SweepPoint], config: BenchServeConfig
+) -> None:
+    """What is written for each run, and once for all. Raises BenchFailure when one of the files
+    cannot be written, after the others are."""
+    failures = []
+    for write in (*(partial(write_run, run) for run in runs), partial(write_points, points)):
+        try:
+            write(config)
+        except BenchFailure as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
+
+Write = tuple[str, Path, Callable[[], None]]
+"""Flag, file or folder, and what writes there."""
+
+
+def _write_all(writes: Sequence[Write]) -> None:
+    """A full disk must not keep the other files from being written."""
+    sentences = []
+    for flag, path, write in writes:
+        try:
+            write()
+        except OSError as error:
+            sentences.append(f"{flag} {path} cannot be written: {error.strerror}")
+    if sentences:
+        raise BenchFailure(f"{'; '.join(sentences)}. What was measured is printed above.")
 
 
 def append(run: BenchRun, config: BenchServeConfig) -> None:
@@ -143,19 +178,32 @@ def write_points(points: Sequence[SweepPoint], config: BenchServeConfig) -> None
     """What is written once, for all runs."""
     if not points:
         return
+    writes: list[Write] = []
     if config.csv is not None:
-        from tetrad.bench.outputs import table
-
-        config.csv.write_text(table(points), encoding="utf-8", newline="")
-        print(f"figures written to {config.csv}", file=sys.stderr)
+        writes.append(("--csv", config.csv, partial(_write_csv, points, config.csv)))
     if config.html is not None:
-        from tetrad.bench.report_html import page
-
-        text = page(points, command(), dataclasses.asdict(look()))
-        config.html.write_text(text, encoding="utf-8")
-        print(f"report written to {config.html}", file=sys.stderr)
+        writes.append(("--html", config.html, partial(_write_html, points, config.html)))
     if config.png is not None:
-        from tetrad.bench import report_png
+        writes.append(("--png", config.png, partial(_write_png, points, config.png)))
+    _write_all(writes)
 
-        written = report_png.write(points, config.png)
-        print(f"{len(written)} plots written to {config.png}", file=sys.stderr)
+
+def _write_csv(points: Sequence[SweepPoint], path: Path) -> None:
+    from tetrad.bench.outputs import table
+
+    path.write_text(table(points), encoding="utf-8", newline="")
+    print(f"figures written to {path}", file=sys.stderr)
+
+
+def _write_html(points: Sequence[SweepPoint], path: Path) -> None:
+    from tetrad.bench.report_html import page
+
+    path.write_text(page(points, command(), dataclasses.asdict(look())), encoding="utf-8")
+    print(f"report written to {path}", file=sys.stderr)
+
+
+def _write_png(points: Sequence[SweepPoint], folder: Path) -> None:
+    from tetrad.bench import report_png
+
+    written = report_png.write(points, folder)
+    print(f"{len(written)} plots written to {folder}", file=sys.stderr)

@@ -45,11 +45,11 @@ def _bench_kernels(config: BenchKernelsConfig) -> int:
     plan = _plan(config)
     narrator = Narrator()
     rows = []
-    for row in run(plan, narrator.passing):
+    for row in run(plan, narrator.stage):
         rows.append(row)
         if config.output_file is not None:
             append(row, config.output_file)
-    narrator.passing("")
+    narrator.stage("")
     _print(rows)
     if config.plot is not None:
         draw_roofline(rows, config.plot)
@@ -172,7 +172,7 @@ def append(row: Record, path: Path) -> None:
 def _print(rows: list[KernelTiming]) -> None:
     from rich.console import Console
 
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = Console(width=max(Console().width, PLAIN_WIDTH))
     console.print(_table(rows))
     ceilings, device = rows[0].ceilings, rows[0].device
     print(

@@ -32,7 +32,7 @@ def _bench_rank(config: BenchRankConfig) -> int:
 
     check_writable("--output-file", config.output_file)
     narrator = Narrator()
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = Console(width=max(Console().width, PLAIN_WIDTH))
     rows = []
     try:
         for row in run(_plan(config), narrator.stage):

@@ -30,10 +30,9 @@ def _bench_serve(config: BenchServeConfig) -> int:
         print(f"\n{block(run, cache_report=config.cache_report)}")
         for line in remarks(run):
             print(line)
-        bench_files.write_run(run, config)
     if len(runs) > 1:
         print("", *table(repeats(runs)), sep="\n")
-    bench_files.write_points(alone(runs, config.allow_failures), config)
+    bench_files.write_all(runs, alone(runs, config.allow_failures), config)
     if any(run.interrupted for run in runs):
         raise KeyboardInterrupt
     for run in runs:

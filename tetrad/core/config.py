@@ -94,7 +94,11 @@ class ServeConfig(Config):
         group="Model",
     )
     null_step_ms: float = option(
-        20.0, "Milliseconds that a step of --load-format null takes.", group="Model", ge=0.0
+        20.0,
+        "Milliseconds that a step of --load-format null takes.",
+        group="Model",
+        ge=0.0,
+        le=60_000.0,
     )
     num_layers: int | None = option(
         None,

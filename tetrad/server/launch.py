@@ -10,6 +10,7 @@ The port is bound first: a taken port is told in a second, not after a model was
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -38,6 +39,8 @@ from tetrad.server.workers import ApiWorkers, automatic
 
 POLL_S = 0.1
 BACKLOG = 2048
+SAME_SIGNAL_S = 0.5
+"""Two signals this close are one: `timeout` sends its own to the process and to its group."""
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 StartEngine = Callable[[ServeConfig, Callable[[EngineProgress], None]], Awaitable[StartedEngine]]
@@ -86,16 +89,15 @@ def _bind(config: ServeConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, kind, protocol, _, address = infos[0]
-        listener = _bound(family, kind, protocol, address)
-        if config.api_workers != 1:
-            # A socket that shares its port would also share that of another server of this user:
-            # whether the port is free was found out without.
-            address = listener.getsockname()
-            listener.close()
-            listener = _bound(family, kind, protocol, address, is_shared=True)
+        listener = _bound(family, kind, protocol, address, is_shared=config.api_workers != 1)
     except socket.gaierror as error:
         raise ConfigError(f"--host {config.host} cannot be used: {error.strerror}.") from None
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"--host {config.host}: this machine has no such address; 127.0.0.1 and 0.0.0.0 "
+                "work everywhere."
+            ) from None
         raise ConfigError(
             f"Port {config.port} on {config.host} cannot be had ({error.strerror}); choose another "
             "with --port, or --port 0 for a free one."
@@ -106,13 +108,16 @@ def _bind(config: ServeConfig) -> socket.socket:
 def _bound(
     family: int, kind: int, protocol: int, address: Any, *, is_shared: bool = False
 ) -> socket.socket:
-    """A socket that listens there; with `is_shared` others may, too."""
+    """A socket that listens there; with `is_shared` others may from then on, too.
+
+    It does not share the port while it binds: it would get that of another server of this user.
+    """
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
         listener.listen(BACKLOG)
     except BaseException:
         listener.close()
@@ -139,6 +144,7 @@ class Launch:
         tally = Tally() if num_workers == 1 else Tally.shared(num_workers)
         self._service = Service(config, ServedModel.load(config), tally)
         self._told_to_end = asyncio.Event()
+        self._told_at = 0.0
 
     async def serve(self, start_engine: StartEngine) -> int:
         """Start, serve, end. Raises what ended it, unless that was a signal."""
@@ -228,10 +234,14 @@ class Launch:
         self._console.progress(progress)
 
     def _signalled(self, number: int) -> None:
+        now = time.monotonic()
+        if self._told_to_end.is_set() and now - self._told_at < SAME_SIGNAL_S:
+            return
         if self._told_to_end.is_set():
             # The engine process ends by itself when this one is gone.
             self._console.say("Ended at once.")
             os._exit(128 + number)
+        self._told_at = now
         self._told_to_end.set()
 
 

@@ -1,18 +1,30 @@
-"""POST /tokenize and /detokenize, as vLLM and SGLang have them."""
+"""POST /tokenize and /detokenize, as vLLM and SGLang have them.
+
+Both are work of the API process alone, which streams wait beside: what one request may ask for is
+bounded, and what takes long is done in a thread.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from tetrad.core.errors import RequestError
 from tetrad.server.bodies import Body, read_body
+from tetrad.server.encoding import json_bytes
 from tetrad.server.protocol import Message, Texts, TokenId
 from tetrad.server.service import Service
 
-MAX_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 18
+"""Of one request to /detokenize: more than any context."""
+MAX_CHARACTERS = 1 << 21
+"""Of all texts of one request to /tokenize."""
+MANY_TOKENS, MANY_MESSAGES = 4096, 500
+"""From there on a thread does it."""
 
 
 class TokenizeBody(Body):
@@ -44,10 +56,12 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     model, context_tokens = service.model, service.engine.info["context_length"]
     model.check_name(body.model)
-    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if body.messages is not None:
-        texts = [model.render([message.for_template() for message in body.messages], None, {})]
-    assert texts is not None
+    texts = await _texts(service, body)
+    if (length := sum(map(len, texts))) > MAX_CHARACTERS:
+        raise RequestError(
+            f"The texts have {length} characters together; one request may bring {MAX_CHARACTERS}.",
+            param="prompt",
+        )
     ids = await model.encode(
         texts,
         add_special_tokens=body.add_special_tokens and body.messages is None,
@@ -55,7 +69,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
     is_one = not isinstance(body.prompt, list)
     counts = [len(each) for each in ids]
-    return JSONResponse(
+    return _json(
         {
             "tokens": ids[0] if is_one else ids,
             "count": counts[0] if is_one else counts,
@@ -64,11 +78,37 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
 
 
+async def _texts(service: Service, body: TokenizeBody) -> list[str]:
+    if body.messages is None:
+        assert body.prompt is not None
+        return [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    messages = body.messages
+
+    def render() -> str:
+        return service.model.render([message.for_template() for message in messages], None, {})
+
+    return [await asyncio.to_thread(render) if len(messages) > MANY_MESSAGES else render()]
+
+
 async def detokenize(service: Service, request: Request) -> Response:
     """The text of token ids: `prompt` for vLLM's clients, `text` for SGLang's."""
     body = await read_body(request, DetokenizeBody)
     model = service.model
     model.check_name(body.model)
+    if (largest := max(body.tokens, default=0)) >= model.arch.vocab:
+        raise RequestError(
+            f"tokens holds id {largest}; the model's ids go from 0 to {model.arch.vocab - 1}.",
+            param="tokens",
+        )
     hidden = model.hidden_ids(skip_special=body.skip_special_tokens)
-    text = model.tokenizer.decode(token for token in body.tokens if token not in hidden)
-    return JSONResponse({"prompt": text, "text": text})
+
+    def decode() -> str:
+        return model.tokenizer.decode(token for token in body.tokens if token not in hidden)
+
+    is_long = len(body.tokens) > MANY_TOKENS
+    text = await asyncio.to_thread(decode) if is_long else decode()
+    return _json({"prompt": text, "text": text})
+
+
+def _json(value: object) -> Response:
+    return Response(json_bytes(value), media_type="application/json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ import uvloop
 
 from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import EngineDiedError
+from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.engine.link import EngineLink
 from tetrad.server.http import HttpServer
 from tetrad.server.logs import set_up_logging
@@ -100,7 +101,11 @@ def main() -> int:
     config = ServeConfig.model_validate_json(begin.config_json)
     set_up_logging(config, f"api-{arguments.number} ")
     tally = Tally(begin.num_workers, arguments.number, arguments.tally)
-    service = Service(config, ServedModel.load(config), tally)
+    try:
+        service = Service(config, ServedModel.load(config), tally)
+    except TetradError as error:
+        logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - a user's mistake
+        return error.exit_code
     service.command, service.started_at = tuple(begin.command), begin.started_at
     with socket.socket(fileno=arguments.listener) as listener:
         return uvloop.run(_serve(service, listener, told))
