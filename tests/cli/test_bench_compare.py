@@ -27,5 +27,7 @@ def test_a_server_that_fails_is_not_compared(tetrad, tmp_path):
     with beside(MockServer()) as a, beside(MockServer("http 500")) as b:
         code, out, err = tetrad("bench", "compare", a, b, "--pairs", "3", *load)
     assert code == 6
+    assert f"pair 1 of 3: {a}\n" in err
+    assert f"pair 3 of 3: {b}\n" in err
     assert "pairs of runs" not in out
     assert "error: 4 of 4 requests failed" in err

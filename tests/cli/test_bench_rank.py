@@ -46,6 +46,7 @@ def test_the_embedded_model_goes_by_its_name(tetrad):
     code, out, _ = tetrad(*RANK, "--batch", "1", "--context", "70", "--model", "abacus")
     assert code == 0
     assert "abacus, 6 of 6 layers" in out
+    assert "Communication" not in out
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     narrator = Narrator(show_bar=not config.disable_tqdm)
 
     async def measure(asked: BenchServeConfig, repetition: int) -> BenchRun:
+        narrator.say(f"pair {repetition // 2 + 1} of {config.pairs}: {asked.base_url}")
         run = bench_files.signed(await bench_serve(asked, narrator, repetition))
         bench_files.write_run(run, asked)
         return run

@@ -169,8 +169,7 @@ def remarks(rows: list[RankTiming]) -> list[str]:
         f"Limits count weights and keys at {first.tb_per_s:.3g} TB/s and useful operations at "
         f"{first.tflops:.3g} TFLOP/s ({stated}), whichever takes longer, op by op; activations are "
         "not counted.",
-        f"Communication is not sent: {_collectives(first)} a step are priced by their bytes at "
-        f"{first.link_gb_per_s:g} GB/s, without latency and without overlap.",
+        *_communication(first),
         f"Weights {first.weight_bytes / 1e9:.2f} GB, drawn; keys of the largest step "
         f"{max(row.cache_bytes for row in rows) / 1e9:.2f} GB.",
     ]
@@ -181,9 +180,15 @@ def remarks(rows: list[RankTiming]) -> list[str]:
     return lines
 
 
-def _collectives(row: RankTiming) -> str:
-    named = [f"{number} {name}" for name, number in row.link_calls.items()]
-    return ", ".join(named) or "no collectives"
+def _communication(row: RankTiming) -> list[str]:
+    """Nothing where one rank is all there are."""
+    if not row.link_calls:
+        return []
+    named = ", ".join(f"{number} {name}" for name, number in row.link_calls.items())
+    return [
+        f"Communication is not sent: {named} a step are priced by their bytes at "
+        f"{row.link_gb_per_s:g} GB/s, without latency and without overlap."
+    ]
 
 
 bench_rank = verb(BenchRankConfig, _bench_rank)
