@@ -43,6 +43,12 @@ def test_every_stream_is_as_its_seed_and_place_say():
     engine.check_integrity()
 
 
+def test_a_script_visits_the_whole_vocabulary():
+    told = [scripted_token(3, place, 100, frozenset()) for place in range(100)]
+    assert told[:3] == [3, 22, 41]
+    assert sorted(told) == list(range(100))
+
+
 def test_no_stream_ends_by_itself():
     """A token that would end it is never scripted."""
     end = GLM.eos_ids[0]
