@@ -49,7 +49,8 @@ def test_without_a_gpu_torch_streams():
 
 @pytest.mark.gpu
 def test_ceilings_on_a_gpu():
+    """Copying may not look much slower than reading: `copy_` in a graph did. Alone on the GPU."""
     place = torch.device("cuda")
     found = measure_ceilings(CudaTimer(place), torch.bfloat16, place, 2.0)
     assert found.read_tb_per_s > 0.5
-    assert 0.5 < found.copy_tb_per_s < 2 * found.read_tb_per_s
+    assert found.copy_tb_per_s > 0.75 * found.read_tb_per_s

@@ -57,37 +57,30 @@ def test_the_port_of_another_server_of_the_same_kind_is_taken():
             server.wait_for(r"^error: Port \d+ on 127\.0\.0\.1 cannot be had")
 
 
+@pytest.mark.parametrize(
+    ("interpreter", "num_workers", "sentence"),
+    [
+        ("/bin/false", 3, r"^API process \d ended with exit code 1 while the server"),
+        ("/nowhere/python", 2, r"^API process 1 could not be started \(.*No such"),
+    ],
+)
 async def test_one_that_cannot_start_is_told(
-    model: ServedModel, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    interpreter: str,
+    num_workers: int,
+    sentence: str,
+    model: ServedModel,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    service = Service(ServeConfig(api_workers=3), model, Tally.shared(3))
+    """Whether its process ends at once or cannot even be made."""
+    monkeypatch.setattr("sys.executable", interpreter)
+    service = Service(ServeConfig(api_workers=num_workers), model, Tally.shared(num_workers))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
         workers = ApiWorkers(service, listener)
         workers.start()
         async with asyncio.timeout(30):
-            with pytest.raises(
-                TetradError, match=r"^API process \d ended with exit code 1 while the server"
-            ):
-                await workers.join(engine)
-            await workers.stop()
-
-
-async def test_one_that_cannot_even_be_made_is_told(
-    model: ServedModel, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    service = Service(ServeConfig(api_workers=2), model, Tally.shared(2))
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(("127.0.0.1", 0))
-        workers = ApiWorkers(service, listener)
-        workers.start()
-        async with asyncio.timeout(30):
-            with pytest.raises(
-                TetradError, match=r"^API process 1 could not be started \(.*No such"
-            ):
+            with pytest.raises(TetradError, match=sentence):
                 await workers.join(engine)
             await workers.stop()
