@@ -107,9 +107,17 @@ def make_limits(
     return Limits(num_pages, running, step, context, VOCAB, (EOS,))
 
 
-def make_scheduler(limits: Limits | None = None, *, use_prefix_cache: bool = True) -> Scheduler:
+def make_scheduler(
+    limits: Limits | None = None,
+    *,
+    use_prefix_cache: bool = True,
+    preemption_threshold: int | None = None,
+) -> Scheduler:
     return Scheduler(
-        limits or make_limits(), use_prefix_cache=use_prefix_cache, draw_seed=lambda n: 1000 + n
+        limits or make_limits(),
+        use_prefix_cache=use_prefix_cache,
+        draw_seed=lambda n: 1000 + n,
+        preemption_threshold=preemption_threshold,
     )
 
 
@@ -121,9 +129,16 @@ class NoForecast(Forecast):
 
 
 def make_request(
-    rid: str, prompt: int | Sequence[int] = 10, new: int = 5, **sampling: object
+    rid: str,
+    prompt: int | Sequence[int] = 10,
+    new: int = 5,
+    *,
+    priority: int = 0,
+    key_name: str = "",
+    **sampling: object,
 ) -> Request:
     """`prompt`: the ids, or how many. Ignores the end token unless told otherwise."""
     ids = [(3 * i + 1) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
     params: dict[str, object] = {"max_new_tokens": new, "ignore_eos": True, "seed": 0, **sampling}
-    return Request(rid, tuple(ids), SamplingParams(**params))  # type: ignore[arg-type]
+    chosen = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request(rid, tuple(ids), chosen, priority, key_name)

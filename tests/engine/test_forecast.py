@@ -169,11 +169,10 @@ def test_any_load_comes_to_its_end_in_the_order_of_arrival(
     first_run: list[int] = []
     admit = scheduler._admit
 
-    def watched(sequence: Sequence) -> bool:
-        is_in = admit(sequence)
-        if is_in and sequence.arrival not in first_run:
+    def watched(sequence: Sequence, found: list[int]) -> None:
+        admit(sequence, found)
+        if sequence.arrival not in first_run:
             first_run.append(sequence.arrival)
-        return is_in
 
     scheduler._admit = watched  # type: ignore[method-assign]
     done = served(scheduler, load, most_steps=sum(a.prompt + a.most + 2 for a in load) * 4)

@@ -33,6 +33,7 @@ class EngineMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         continuous_steps=st.sampled_from([1, 1, 5]),
         has_forecast=st.booleans(),
+        preemption_threshold=st.sampled_from([None, None, 0, 1]),
     )
     def start(
         self,
@@ -43,10 +44,13 @@ class EngineMachine(RuleBasedStateMachine):
         overlap: bool,
         continuous_steps: int,
         has_forecast: bool,
+        preemption_threshold: int | None,
     ) -> None:
         limits = make_limits(num_pages, running=running, step=step, context=450)
         self.runner = FakeRunner(num_pages)
-        scheduler = make_scheduler(limits, use_prefix_cache=use_prefix_cache)
+        scheduler = make_scheduler(
+            limits, use_prefix_cache=use_prefix_cache, preemption_threshold=preemption_threshold
+        )
         if not has_forecast:
             scheduler.forecast = NoForecast()
         self.engine = Engine(
@@ -63,12 +67,31 @@ class EngineMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, VOCAB - 1), max_size=3),
         new=st.integers(1, 150),
         ignore_eos=st.booleans(),
+        priority=st.sampled_from([0, 0, 1, 2, -1]),
+        key_name=st.sampled_from("ab"),
     )
-    def add(self, family: int, length: int, tail: list[int], new: int, ignore_eos: bool) -> None:
+    def add(
+        self,
+        family: int,
+        length: int,
+        tail: list[int],
+        new: int,
+        ignore_eos: bool,
+        priority: int,
+        key_name: str,
+    ) -> None:
         rid = f"r{self.num_added}"
         self.num_added += 1
         prompt = [(i * i + family) % VOCAB for i in range(length)] + tail
-        request = make_request(rid, prompt, new, ignore_eos=ignore_eos, seed=self.num_added % 2)
+        request = make_request(
+            rid,
+            prompt,
+            new,
+            priority=priority,
+            key_name=key_name,
+            ignore_eos=ignore_eos,
+            seed=self.num_added % 2,
+        )
         limits = self.engine.scheduler.limits
         fits = len(prompt) + new <= min(limits.cache_tokens, limits.context_tokens)
         try:

@@ -113,7 +113,7 @@ def test_a_large_request_at_the_front_is_not_overtaken():
     bench.scheduler.add(make_request("big", 180))
     bench.scheduler.add(make_request("small", 3))
     assert work_of(bench.step()) == [("a", 100, 1)]
-    assert bench.scheduler.waiting[0].request.rid == "big"
+    assert bench.scheduler.waiting.first.request.rid == "big"
 
 
 def test_a_repeated_prompt_is_taken_from_the_cache_but_for_its_last_token():

@@ -41,6 +41,7 @@ TORCH_FREE_ENGINE = {
     "client",
     "engine",
     "forecast",
+    "line",
     "link",
     "loop",
     "outboxes",
@@ -51,6 +52,7 @@ TORCH_FREE_ENGINE = {
     "sequence",
     "share",
     "wire",
+    "work",
 }
 STANDARD = set(sys.stdlib_module_names)
 

@@ -58,6 +58,12 @@ class Request:
     prompt_ids: tuple[int, ...]
     """Token ids, at least one."""
     sampling: SamplingParams
+    priority: int = 0
+    """Higher goes first."""
+    key_name: str = ""
+    """Of the API key it came with: keys take turns when requests wait."""
+    request_id: str = ""
+    """Of the HTTP request, under which it may be aborted besides its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,9 @@ class Finish:
     """For "error" and "abort": one sentence for the client."""
 
 
-class RequestOutput(msgspec.Struct, frozen=True):
-    """What one step added to one request."""
+class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step added to one request. There are thousands a second: what is as ever is not
+    sent."""
 
     rid: str
     token_ids: tuple[int, ...]
@@ -94,3 +101,5 @@ class RequestOutput(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     num_preemptions: int = 0
+    queue_s: float = 0.0
+    """With the first token: how long the request waited before it first ran."""

@@ -5,15 +5,17 @@ There is no prefill and no decode. Every sequence has *known* tokens (prompt and
 A decode is a sequence one token behind, a chunked prefill one that is many behind, a preempted
 request one that fell back to zero.
 
-Service is in order of arrival, and three rules keep it so:
+Service is in the order of `line.py`: of arrival, unless there are priorities or several API keys.
+Three rules keep it so:
 
     waiting  ──admit──▶  running        only the first that waits is admitted, and only if pages
        ▲                    │           are to be had for all its known tokens, and for what it and
        │                    │           the others are expected to get (`forecast.py`)
        └──────preempt───────┘           only the last that runs is preempted, to the front
 
-so everyone who runs arrived before everyone who waits, and at most the last one that runs is still
-computing its prompt. The oldest can always go on: alone it fits, or it was refused at the door.
+so everyone who runs comes before everyone who waits with the same priority. The first can always go
+on: alone it fits, or it was refused at the door. One that waits with a much higher priority than
+others run with has them preempted, from the last on, when that gets it in.
 
 A step may be planned before the one before it is applied. Its tokens then count as computed, and
 what it samples as one more token that is *pending*: whether that one ends the request shows a step
@@ -22,6 +24,8 @@ later, and what was computed for it meanwhile is passed over.
 
 from __future__ import annotations
 
+import time
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -30,19 +34,14 @@ from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Finish, Request, RequestOutput
-from tetrad.core.step import (
-    PAGE_TOKENS,
-    PENDING,
-    SampledToken,
-    SequenceWork,
-    StepPlan,
-    StepResult,
-)
+from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
 from tetrad.engine.admission import Limits, check_request
 from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.forecast import Forecast, peak_pages
+from tetrad.engine.line import WaitingLine
 from tetrad.engine.prefix import PrefixCache, extend_names
 from tetrad.engine.sequence import Sequence
+from tetrad.engine.work import Planned, finish_of, output_of, plan_work
 
 NON_FINITE = (
     "The model gave logits that are not finite for this request, so it was ended; other requests "
@@ -52,9 +51,6 @@ NON_FINITE = (
 
 MAX_RETRIES = 3
 """Times that a request begins anew before it fails."""
-
-Planned = list[tuple[Sequence, SequenceWork]]
-"""One step: each sequence beside what it computes."""
 
 
 @dataclass(slots=True)
@@ -79,17 +75,21 @@ class Scheduler:
         use_prefix_cache: bool = True,
         draw_seed: Callable[[int], int],
         conservativeness: float = 1.0,
+        preemption_threshold: int | None = None,
     ) -> None:
+        """Who waits with a priority above another's by more than `preemption_threshold` may have it
+        set back."""
         self.limits = limits
         self.cache = PrefixCache(PagePool(limits.num_pages), is_enabled=use_prefix_cache)
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingLine()
         self.counters = Counters()
         self.forecast = Forecast(conservativeness)
         self._refused: tuple[Sequence, int] | None = None
         """Who was not let in with how many pages shared, as long as nobody has ended since: growth
         makes no room."""
         self._draw_seed = draw_seed
+        self._preemption_threshold = preemption_threshold
         self._live: dict[str, Sequence] = {}
         self._planned: deque[Planned] = deque()
         self._num_arrivals = 0
@@ -115,7 +115,7 @@ class Scheduler:
         sequence = Sequence(request, seed, self._num_arrivals, end_ids)
         self._num_arrivals += 1
         self._live[request.rid] = sequence
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def abort(self, rid: str) -> None:
         """Forget a request and free what it holds. An unknown rid is ignored."""
@@ -131,6 +131,7 @@ class Scheduler:
         """Plan the next step; takes the pages it needs. Earlier steps need not be applied yet: what
         they sample is PENDING. Empty if there is no work but to apply them."""
         planned: Planned = []
+        self._displace()
         budget = self._continue_running(planned, self.limits.step_tokens)
         self._admit_waiting(planned, budget)
         assert planned or self._planned or not self._live, "requests are left but none can go on"
@@ -145,7 +146,7 @@ class Scheduler:
         can_go_on = all(work.sample and not s.needs_history for s, work in self._planned[-1])
         if can_go_on and all(self._has_pages(sequence) for sequence, _ in last):
             for sequence, _ in last:
-                _plan(sequence, 1, planned)
+                plan_work(sequence, 1, planned)
         return self._commit(planned)
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
@@ -189,17 +190,16 @@ class Scheduler:
 
     def retry(self, rids: Collection[str]) -> None:
         """Let these, of the oldest step, begin anew with the tokens they have. The pages it read
-        leave the cache. Everybody who arrived after the first of them is preempted, too, which
-        keeps the order."""
+        leave the cache. Everybody who comes after the first of them is preempted, too, which keeps
+        the order."""
         for _, work in self._planned[0]:
             if work.rid in rids:
                 self.cache.forget(work.pages)
         while any(sequence.request.rid in rids for sequence in self.running):
             self._preempt_last()
-        for index, sequence in enumerate(self.waiting):
-            if sequence.request.rid in rids:
-                renewed = sequence.renewed()
-                self.waiting[index] = self._live[sequence.request.rid] = renewed
+        for sequence in [s for s in self.waiting if s.request.rid in rids]:
+            renewed = self._live[sequence.request.rid] = sequence.renewed()
+            self.waiting.replace(sequence, renewed)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache, but only when nothing runs or waits."""
@@ -211,9 +211,13 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if a page is lost or held twice, or the queues are out of order."""
         assert not any(s.pages or s.num_computed for s in self.waiting)
-        order = [s.arrival for s in (*self.running, *self.waiting)]
-        assert order == sorted(order), f"out of the order of arrival: {order}"
-        assert sorted(order) == sorted(s.arrival for s in self._live.values())
+        for queue in (self.running, self.waiting):
+            places = [s.place for s in queue]
+            assert places == sorted(places), f"out of the order of service: {places}"
+        order = [s.place for s in (*self.running, *self.waiting)]
+        by_priority = sorted(order, key=lambda place: place[0])  # stable
+        assert by_priority == sorted(order), f"one that waits comes before one that runs: {order}"
+        assert sorted(order) == sorted(s.place for s in self._live.values())
         in_flight = Counter(id(s) for step in self._planned for s, work in step if work.sample)
         assert all(s.num_pending == in_flight[id(s)] for s in self._live.values())
         self.cache.check([page for s in self.running for page in s.pages])
@@ -235,7 +239,7 @@ class Scheduler:
                     self.counters.preemptions += 1
                     self.forecast.set_back()
                     continue
-                budget -= _plan(sequence, budget, planned)
+                budget -= plan_work(sequence, budget, planned)
             index += 1
         return budget
 
@@ -254,42 +258,67 @@ class Scheduler:
         self.cache.release(sequence.forget_computed())
         sequence.num_preemptions += 1
         self._refused = None
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
+
+    def _displace(self) -> None:
+        """Preempt those that run with a much lower priority than the first that waits has, as long
+        as it does not fit; none if it would not even without all of them. Before anything of the
+        step is planned: the pages are given to others at once."""
+        if self._preemption_threshold is None or not self.waiting:
+            return
+        first = self.waiting.first
+        least = first.request.priority - self._preemption_threshold
+        lower = [s for s in self.running if s.request.priority < least]
+        most_pages = self.cache.num_available + sum(len(s.pages) for s in lower)
+        if not lower or pages_for(first.num_known) + len(self.running) - len(lower) > most_pages:
+            return
+        for _ in lower:
+            if self._room_for(first) is not None:
+                return
+            self._preempt_last()
+            self.counters.preemptions += 1
 
     def _admit_waiting(self, planned: Planned, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_running_requests:
-            if not self._admit(self.waiting[0]):
+        while self.waiting and budget > 0:
+            found = self._room_for(self.waiting.first)
+            if found is None:
                 break
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            budget -= _plan(sequence, budget, planned)
+            sequence = self.waiting.pop_first()
+            self._admit(sequence, found)
+            insort(self.running, sequence, key=lambda other: other.place)
+            budget -= plan_work(sequence, budget, planned)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give it pages for all known tokens, those of a cached prefix shared. Leaves one page for
-        each that runs, since each will soon need one: admitting into them would only preempt. For
-        the same reason what a step preempts does not come back in that step, and nobody comes in
-        whom the others' growth would set back."""
-        if sequence.num_pending:  # preempted with a token on its way
-            return False
+    def _room_for(self, sequence: Sequence) -> list[int] | None:
+        """The pages it would share if it came in now; None if it may not. Leaves one page for each
+        that runs, since each will soon need one: admitting into them would only preempt. For the
+        same reason what a step preempts does not come back in that step, and nobody comes in whom
+        the others' growth would set back."""
+        if sequence.num_pending or len(self.running) >= self.limits.max_running_requests:
+            return None  # pending: preempted with a token on its way
         found = self._find_prefix(sequence)
         missing = pages_for(sequence.num_known) - len(found)
         available = self.cache.num_available - self.cache.num_idle_among(found)
         if missing + len(self.running) > available:
-            return False
+            return None
         if self.running and (sequence, len(found)) == self._refused:
-            return False
+            return None
         if self.running and self._peak_with(sequence, len(found)) > available:
             self._refused = (sequence, len(found))
-            return False
+            return None
+        return found
+
+    def _admit(self, sequence: Sequence, found: list[int]) -> None:
+        """Give it pages for all known tokens, those found in the cache shared."""
+        missing = pages_for(sequence.num_known) - len(found)
         self.cache.share(found)
         sequence.pages = (*found, *self.cache.allocate(missing))
         sequence.num_kept = sequence.num_shared = len(found)
         sequence.num_computed = len(found) * PAGE_TOKENS
         if sequence.num_cached_prompt is None:
             sequence.num_cached_prompt = sequence.num_computed
+            sequence.queue_s = time.monotonic() - sequence.added_at
             self.counters.prompt_tokens += sequence.num_prompt
             self.counters.cached_tokens += sequence.num_computed
-        return True
 
     def _peak_with(self, newcomer: Sequence, num_found: int) -> int:
         """Most pages beyond those held now, if it ran beside the others."""
@@ -313,11 +342,11 @@ class Scheduler:
         self.counters.generated_tokens += 1
         if work.num_kv_tokens >= (sequence.num_kept + 1) * PAGE_TOKENS:
             self._keep_full_pages(sequence, work)
-        finish = _finish(sequence, token.token_id)
+        finish = finish_of(sequence, token.token_id)
         if finish:
             self.forecast.finished(sequence)
             self._retire(sequence)
-        return _output(sequence, token, finish)
+        return output_of(sequence, token, finish)
 
     def _keep_full_pages(self, sequence: Sequence, work: SequenceWork) -> None:
         """Offer the full pages that a step computed to the prefix cache. Called only after finite
@@ -337,7 +366,7 @@ class Scheduler:
         self.counters.nonfinite += 1
         self.cache.forget(work.pages)
         self._retire(sequence)
-        return _output(sequence, None, Finish("error", message=NON_FINITE))
+        return output_of(sequence, None, Finish("error", message=NON_FINITE))
 
     def _retire(self, sequence: Sequence) -> None:
         """Let it go, and its pages: what steps in flight write there comes before what later steps
@@ -346,40 +375,3 @@ class Scheduler:
         self._refused = None
         del self._live[sequence.request.rid]
         self.cache.release(sequence.forget_computed())
-
-
-def _plan(sequence: Sequence, budget: int, planned: Planned) -> int:
-    """Add what it can compute within the budget; returns how many tokens that are."""
-    start = sequence.num_computed
-    total = sequence.num_total
-    end = min(start + budget, total)
-    token_ids = tuple(sequence.token_ids[start:end])
-    if len(token_ids) < end - start:
-        token_ids += (PENDING,)
-    is_caught_up = end == total
-    sample = sequence.sample_work() if is_caught_up else None
-    work = SequenceWork(sequence.request.rid, token_ids, start, sequence.pages, sample)
-    sequence.num_computed = end
-    sequence.num_pending += is_caught_up
-    planned.append((sequence, work))
-    return end - start
-
-
-def _finish(sequence: Sequence, token_id: int) -> Finish | None:
-    if token_id in sequence.end_ids:
-        return Finish("stop", matched_token=token_id)
-    if len(sequence.token_ids) >= sequence.most_tokens:
-        return Finish("length")
-    return None
-
-
-def _output(sequence: Sequence, token: SampledToken | None, finish: Finish | None) -> RequestOutput:
-    return RequestOutput(
-        rid=sequence.request.rid,
-        token_ids=(token.token_id,) if token else (),
-        logprobs=(token.logprob,) if token and token.logprob else (),
-        finish=finish,
-        prompt_tokens=sequence.num_prompt,
-        cached_tokens=sequence.num_cached_prompt or 0,
-        num_preemptions=sequence.num_preemptions,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 from tetrad.core.request import Request
@@ -15,9 +16,14 @@ class Sequence:
     request: Request
     seed: int
     arrival: int
-    """Place in the order of arrival, which is the order of service."""
+    """Place in the order of arrival."""
     end_ids: frozenset[int]
     """Tokens that end it: the model's end tokens unless ignored, and its own stop tokens."""
+    place: tuple[int, int, int] = (0, 0, 0)
+    """Place in the order of service, see `line.py`; lower goes first."""
+    added_at: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None
+    """How long it waited before it first ran; None before."""
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Tokens that planned steps have computed or will compute."""
