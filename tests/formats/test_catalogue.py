@@ -221,3 +221,22 @@ def test_offsets_that_contradict_the_shape(tmp_path: Path):
     checkpoint = Checkpoint.open(tmp_path)
     with pytest.raises(CheckpointError, match=r"is damaged: 'a.weight' is F32 \[4\] in 8 bytes"):
         checkpoint.tensor("a.weight", (4,))
+
+
+@pytest.mark.parametrize(
+    ("start", "how"),
+    [(4, "shares bytes with"), (0, "shares bytes with"), (24, "leaves a gap after")],
+)
+def test_tensors_that_share_bytes_or_leave_some_out(tmp_path: Path, start: int, how: str):
+    """Two that share bytes would both load, and one of them mean something else."""
+    file = write_folder(tmp_path, A) / "model.safetensors"
+    entry = {"dtype": "F32", "shape": [4]}
+    header = {
+        "b": entry | {"data_offsets": [start, start + 16]},
+        "a": entry | {"data_offsets": [0, 16]},
+    }
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(max(16, start + 16)))
+    message = refusal(tmp_path)
+    assert "is damaged: tensor '" in message
+    assert how in message

@@ -122,7 +122,22 @@ def _read_header(file: Path) -> list[StoredTensor]:
         raise CheckpointError(
             f"{file} is {state}: {found} bytes, expected {expected}; fetch it again."
         )
+    _check_places(file, data_start, tensors)
     return tensors
+
+
+def _check_places(file: Path, data_start: int, tensors: Iterable[StoredTensor]) -> None:
+    """Each byte belongs to one tensor, as the format demands: two that share some would both load,
+    and one of them hold the other's numbers."""
+    end, before = data_start, ""
+    for tensor in sorted(tensors, key=lambda each: (each.offset, each.nbytes)):
+        if tensor.offset != end:
+            how = "shares bytes with" if tensor.offset < end else "leaves a gap after"
+            raise CheckpointError(
+                f"{file} is damaged: tensor '{tensor.name}' {how} "
+                f"{before or 'the header'}; fetch it again."
+            )
+        end, before = tensor.offset + tensor.nbytes, f"'{tensor.name}'"
 
 
 def _parse_header(file: Path) -> tuple[dict[str, Any], int]:
