@@ -287,6 +287,14 @@ def test_lines_name_every_gpu_the_server_and_the_cost():
     assert "generated" not in "\n".join(lines(seen, 80)).replace("generated_", "")
 
 
+def test_a_server_that_fell_silent_is_not_said_to_have_other_clients():
+    """It died midway: its last count is of then, while tokens under way still arrived."""
+    server = [(99.0, {"generated_tokens": 0.0}), (107.5, {"generated_tokens": 20.0})]
+    told = "\n".join(lines(seen_of([(99.0, reading()), (111.0, reading())], server), 50))
+    assert "other clients" not in told
+    assert "told nothing in the last 2.5 s of the run, as one does that has ended" in told
+
+
 def test_the_report_has_a_row_for_each_gpu_and_charts_on_the_runs_time():
     samples = [(100 + n, reading(power=100.0 + n)) for n in range(11)]
     seen = seen_of(samples, [(100.0 + n, {"running": 1.0 * n}) for n in range(11)])

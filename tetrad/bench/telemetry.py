@@ -260,6 +260,7 @@ def _server(
         **columns,
         **counted,
         cache_hit_share=cached / base if base and cached is not None else None,
+        silent_s=max(0.0, duration_s - samples[-1][0]),
     )
 
 

@@ -65,6 +65,9 @@ class ServerSeries(Record):
     generated_tokens: int | None = None
     cache_hit_share: float | None = None
     """Prompt tokens that came from the prefix cache; where the server counts look-ups, of those."""
+    silent_s: float = 0.0
+    """How long before the run's end the server answered last; 0 when it did afterwards. Totals end
+    with that answer."""
 
 
 class SamplerCost(Record):
