@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -227,10 +228,60 @@ async def test_an_engine_that_cannot_load_says_why(
     assert progress == [EngineProgress("weights", "none")]
 
 
-async def test_loading_has_a_time_limit():
-    config = ServeConfig(served_model_name="slow", startup_timeout=1.0)
-    with pytest.raises(EngineDiedError, match="within 1 s; raise --startup-timeout"):
+async def test_each_phase_of_loading_has_a_time_limit(capfd: pytest.CaptureFixture[str]):
+    """It is named, and where the engine was is shown."""
+    config = ServeConfig(served_model_name="slow", startup_timeout=4.0)
+    with pytest.raises(EngineDiedError, match=r"at 'weights' for 4 s, the most that --startup-t"):
         await FakeEngineClient.start(config)
+    assert "fake_worker.py" in capfd.readouterr().err
+
+
+async def test_a_phase_that_begins_gets_the_whole_limit(monkeypatch: pytest.MonkeyPatch):
+    """By a clock of the test's own; a note is no phase."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("tetrad.engine.client.time", clock)
+    client = EngineClient()
+    waiting = asyncio.create_task(client._until_ready(0.05))
+    for phase, at in (("weights", 0.04), ("graphs", 0.08)):
+        clock.now = at
+        client._progress(EngineProgress(phase))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+    clock.now = 0.12
+    client._progress(EngineProgress("note"))
+    clock.now = 0.14
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(EngineDiedError, match="at 'graphs'"):
+            await waiting
+    await client.stop()
+
+
+async def test_all_are_told_one_reason_whenever_they_came(client: EngineClient):
+    """Between the engine's death and the news of it too, when its sockets are gone already."""
+    running = asyncio.create_task(collect(client, make_request("running", 5, 500)))
+    await until(lambda: client.stats.running_requests)
+    os.kill(pid(client), signal.SIGKILL)
+    late = []
+    for number in range(200):
+        late.append(asyncio.create_task(collect(client, make_request(f"late{number}", 5))))
+        await asyncio.sleep(0.005)
+    errors = await asyncio.gather(running, client.state(), *late, return_exceptions=True)
+    assert len({str(error) for error in errors}) == 1
+    assert "process was killed" in str(errors[0])
+
+
+async def test_a_stuck_engine_tells_where_it_is(capfd: pytest.CaptureFixture[str]):
+    client = await FakeEngineClient.start(ServeConfig())
+    task = asyncio.create_task(collect(client, make_request("a", [STUCK])))
+    await until(lambda: client.step_age_s > 0)
+    await client.show_stacks()
+    told = capfd.readouterr().err
+    assert "in _obey" in told
+    assert "in _beat" in told
+    os.kill(pid(client), signal.SIGKILL)
+    await asyncio.gather(task, return_exceptions=True)
+    await client.stop()
 
 
 ORPHAN = """

@@ -120,6 +120,9 @@ class FakeEngine:
     def remove_worker(self, worker: int) -> None:
         pass
 
+    async def show_stacks(self) -> None:
+        pass
+
     async def flush_cache(self) -> tuple[bool, str]:
         return self.flush_reply
 

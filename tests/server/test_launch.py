@@ -223,7 +223,7 @@ def test_a_second_signal_ends_at_once():
 def test_an_engine_that_dies_or_sticks_ends_everything_with_the_reason(
     behaviour: str, message: str
 ):
-    fields = {"step_timeout": 1.0} if behaviour == "sticks" else {}
+    fields = {"watchdog_timeout": 1.0} if behaviour == "sticks" else {}
     with serving(behaviour, **fields) as server:
         try:
             with httpx.stream("POST", f"{server.url()}/generate", json=ENDLESS) as response:

@@ -68,7 +68,9 @@ def _server_lines(server: ServerSeries, arrived_tokens: int) -> Iterator[str]:
             f"the server told nothing in the last {server.silent_s:.1f} s of the run, as one does "
             "that has ended; its totals stop there"
         )
-    elif counted is not None and abs(counted - arrived_tokens) > OTHER_TRAFFIC_SHARE * arrived_tokens:
+    elif (
+        counted is not None and abs(counted - arrived_tokens) > OTHER_TRAFFIC_SHARE * arrived_tokens
+    ):
         yield (
             f"the server generated {counted} tokens where {arrived_tokens} arrived here: it has "
             "other clients, or tokens that it drops or counts late"

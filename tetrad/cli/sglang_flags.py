@@ -15,7 +15,6 @@ REASONS = {
     "--enable-mixed-chunk": "prompts and running requests always share a step; leave it out",
     "--disable-cuda-graph-padding": "--cuda-graph-bs lists the sizes that need none; leave it out",
     "--enable-metrics": "/metrics is always there; leave it out",
-    "--watchdog-timeout": "--step-timeout takes its place",
     "--speculative-": "this version does not speculate; without it answers are the same, later",
     "--dp": "this version runs on one device; leave it out",
     "--data-parallel-size": "this version runs on one device; leave it out",

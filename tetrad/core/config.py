@@ -291,11 +291,15 @@ class ServeConfig(Config):
         None, "Clients must send this key as a bearer token.", env="TETRAD_API_KEY"
     )
     startup_timeout: float = option(
-        600.0, "Seconds the engine may take to load before the server gives up.", gt=0
+        600.0,
+        "Seconds that each phase of the engine's start may take, such as reading weights or "
+        "recording graphs, before the server shows where it is stuck and ends.",
+        gt=0,
     )
-    step_timeout: float = option(
+    watchdog_timeout: float = option(
         300.0,
-        "Seconds one engine step may take before the server reports it as stuck and ends.",
+        "Seconds one engine step may take before the server shows where it is stuck and ends.",
+        aliases=("--step-timeout",),
         gt=0,
     )
     drain_timeout: float = option(

@@ -12,13 +12,21 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from typing import ClassVar
 
 import zmq
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError
-from tetrad.core.messages import FIRST_WORKER, Shutdown, WorkerJoined, WorkerLeft
+from tetrad.core.messages import (
+    FIRST_WORKER,
+    EngineProgress,
+    Shutdown,
+    WorkerJoined,
+    WorkerLeft,
+)
+from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S
 from tetrad.engine.child import environment
 from tetrad.engine.link import EngineLink, Progress
 from tetrad.engine.wire import INBOX
@@ -29,6 +37,8 @@ STOP_GRACE_S = 5.0
 LONGEST_NAME = f"{INBOX}-{10**6}"
 """Of a socket in the private folder."""
 
+NOTE = "note"
+"""A progress message that belongs to no phase."""
 NULL_WORKER = "tetrad.engine.null_worker"
 """The process of an engine without a model."""
 
@@ -39,26 +49,24 @@ class EngineClient(EngineLink):
     worker_module: ClassVar[str] = "tetrad.engine.worker"
 
     def __init__(self, on_progress: Progress | None = None) -> None:
-        super().__init__(_private_folder(), FIRST_WORKER, on_progress)
+        super().__init__(_private_folder(), FIRST_WORKER, self._progress)
         self._process: asyncio.subprocess.Process | None = None
+        self._listener = on_progress
+        self._phase = "start"
+        """What the engine does until it is ready."""
+        self._phase_began_at = time.monotonic()
 
     @classmethod
     async def start(cls, config: ServeConfig, on_progress: Progress | None = None) -> EngineClient:
         """Start the engine process and wait until its model is loaded.
 
         Raises the engine's own UserError (ConfigError, CheckpointError, ...) when it cannot load
-        what was asked, EngineDiedError when it ends or exceeds `startup_timeout`.
+        what was asked, EngineDiedError when it ends or a phase exceeds `startup_timeout`.
         """
         client = cls(on_progress)
         try:
             await client._launch(config)
-            await asyncio.wait_for(client._ready, config.startup_timeout)
-        except TimeoutError:
-            await client._close()
-            raise EngineDiedError(
-                f"The engine did not load within {config.startup_timeout:g} s; raise "
-                "--startup-timeout if the model is large and its storage slow."
-            ) from None
+            await client._until_ready(config.startup_timeout)
         except BaseException:
             await client._close()
             raise
@@ -73,6 +81,13 @@ class EngineClient(EngineLink):
     def remove_worker(self, worker: int) -> None:
         """That process is gone: abort its requests. Raises EngineDiedError."""
         self._send(WorkerLeft(worker))
+
+    async def show_stacks(self) -> None:
+        """Have the engine process tell on stderr where each of its threads is."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(STACKS_SIGNAL)
+            await asyncio.sleep(STACKS_WAIT_S)
 
     async def stop(self) -> None:
         """End the engine process; after a grace it is killed. Open requests get an error."""
@@ -98,6 +113,26 @@ class EngineClient(EngineLink):
             start_new_session=True,
         )
         self._keep(self._watch(self._process))
+
+    def _progress(self, progress: EngineProgress) -> None:
+        if progress.phase not in (self._phase, NOTE):
+            self._phase, self._phase_began_at = progress.phase, time.monotonic()
+        if self._listener is not None:
+            self._listener(progress)
+
+    async def _until_ready(self, most_s: float) -> None:
+        """Wait as long as each phase of the start takes no more than `most_s`."""
+        while not self._ready.done():
+            left_s = self._phase_began_at + most_s - time.monotonic()
+            if left_s <= 0:
+                await self.show_stacks()
+                raise EngineDiedError(
+                    f"The engine has been at {self._phase!r} for {most_s:g} s, the most that "
+                    "--startup-timeout lets a phase of its start take; raise it if the model is "
+                    "large and its storage slow. Where its threads were is above."
+                )
+            await asyncio.wait({self._ready}, timeout=left_s)
+        self._ready.result()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()

@@ -40,6 +40,8 @@ from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.005
+NEWS_WAIT_S = 5.0
+"""How long the reason may take to come after the engine's sockets are gone."""
 
 Progress = Callable[[EngineProgress], None]
 
@@ -113,7 +115,7 @@ class EngineLink:
         stream = self._streams[name] = asyncio.Queue()
         is_over = False
         try:
-            self._send(AddRequests([replace(request, rid=name)], self._worker))
+            await self._tell(AddRequests([replace(request, rid=name)], self._worker))
             while not is_over:
                 item = await stream.get()
                 if isinstance(item, TetradError):
@@ -177,13 +179,22 @@ class EngineLink:
         except zmq.ZMQError:
             raise EngineDiedError("The engine process no longer listens.") from None
 
+    async def _tell(self, message: Message) -> None:
+        """Send it. Everyone is told one reason when the engine is gone, also who comes between its
+        death and the news of it."""
+        try:
+            self._send(message)
+        except EngineDiedError as error:
+            await asyncio.wait({self.died}, timeout=NEWS_WAIT_S)
+            raise (self.died.result() if self.died.done() else error) from None
+
     async def _call(self, name: str) -> Reply:
         self._num_calls += 1
         call = Call(self._num_calls, name, self._worker)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = reply
         try:
-            self._send(call)
+            await self._tell(call)
             return await reply
         finally:
             del self._calls[call.call_id]

@@ -17,6 +17,7 @@ import threading
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError
+from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.engine.loop import EngineLoop, Load
 
 
@@ -24,6 +25,7 @@ def main(load: Load) -> int:
     """Serve what `load` makes of the configuration until told to end; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    show_stacks_when_asked()
     parser = argparse.ArgumentParser(prog="tetrad.engine.worker")
     parser.add_argument("--config-json", required=True, type=ServeConfig.model_validate_json)
     parser.add_argument("--socket", required=True, metavar="FOLDER")

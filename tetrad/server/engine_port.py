@@ -69,6 +69,9 @@ class EnginePort(Protocol):
 class StartedEngine(EnginePort, Protocol):
     """What the API process that started it may do besides."""
 
+    async def show_stacks(self) -> None:
+        """Have it tell on stderr where each of its threads is."""
+
     def add_worker(self, worker: int) -> str:
         """Have it speak to one more API process, by a number never given before; returns the folder
         of the sockets. Raises EngineDiedError."""

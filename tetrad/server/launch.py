@@ -25,6 +25,7 @@ from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UnsupportedError
 from tetrad.core.messages import EngineProgress
+from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.data import NAME, model_folder
 from tetrad.engine.client import EngineClient
 from tetrad.engine.share import usable_processors
@@ -49,6 +50,7 @@ StartEngine = Callable[[ServeConfig, Callable[[EngineProgress], None]], Awaitabl
 def run(config: ServeConfig, start_engine: StartEngine = EngineClient.start) -> int:
     """Serve until told to end; returns the exit code. Errors of ours are told on stderr."""
     console = Console(sys.stderr)
+    show_stacks_when_asked()
     set_up_logging(config)
     try:
         resolved = _resolve(config)
@@ -211,7 +213,7 @@ class Launch:
     async def _watch(self, engine: StartedEngine, http: HttpServer) -> None:
         """Until a signal. Raises EngineDiedError when the engine dies or sticks."""
         while not (self._told_to_end.is_set() or http.ended.done()):
-            _check_alive(engine, self._config.step_timeout)
+            await self._check_alive(engine)
             await self._until_told_to_end(engine.died, http.ended, timeout_s=POLL_S)
 
     async def _drain(self, engine: StartedEngine) -> None:
@@ -226,8 +228,24 @@ class Launch:
             self._console.say("Ending: no request is open.")
         deadline = time.monotonic() + self._config.drain_timeout
         while self._service.open_requests and time.monotonic() < deadline:
-            _check_alive(engine, self._config.step_timeout)
+            await self._check_alive(engine)
             await asyncio.sleep(POLL_S)
+
+    async def _check_alive(self, engine: StartedEngine) -> None:
+        """Raise EngineDiedError when the engine has died, sticks in a step or fell silent."""
+        if engine.died.done():
+            raise engine.died.result()
+        limit_s = self._config.watchdog_timeout
+        if engine.step_age_s > limit_s:
+            how = f"its step has been running for {engine.step_age_s:.0f} s"
+        elif engine.last_beat_age_s > limit_s:
+            how = f"it has been silent for {engine.last_beat_age_s:.0f} s"
+        else:
+            return
+        reason = f"The engine is stuck: {how} and --watchdog-timeout is {limit_s:g} s."
+        self._console.say("The engine is stuck; its threads are at:")
+        await engine.show_stacks()
+        raise EngineDiedError(reason)
 
     def _progress(self, progress: EngineProgress) -> None:
         self._service.detail = f"{progress.phase} {progress.detail}".rstrip()
@@ -243,22 +261,6 @@ class Launch:
             os._exit(128 + number)
         self._told_at = now
         self._told_to_end.set()
-
-
-def _check_alive(engine: StartedEngine, step_timeout_s: float) -> None:
-    """Raise EngineDiedError when the engine has died, sticks in a step or fell silent."""
-    if engine.died.done():
-        raise engine.died.result()
-    if engine.step_age_s > step_timeout_s:
-        raise EngineDiedError(
-            f"The engine is stuck: its step has been running for {engine.step_age_s:.0f} s and "
-            f"--step-timeout is {step_timeout_s:g} s."
-        )
-    if engine.last_beat_age_s > step_timeout_s:
-        raise EngineDiedError(
-            f"The engine is stuck: it has been silent for {engine.last_beat_age_s:.0f} s and "
-            f"--step-timeout is {step_timeout_s:g} s."
-        )
 
 
 def url(config: ServeConfig, listener: socket.socket) -> str:

@@ -96,7 +96,7 @@ class Service:
             return f"{self.phase}: {self.detail}" if self.detail else self.phase
         if (age_s := self._engine.last_beat_age_s) > SILENCE_LIMIT_S:
             return f"the engine has been silent for {age_s:.0f} s"
-        if (age_s := self._engine.step_age_s) > self.config.step_timeout:
+        if (age_s := self._engine.step_age_s) > self.config.watchdog_timeout:
             return f"the engine's step has been running for {age_s:.0f} s"
         return None
 

@@ -22,6 +22,7 @@ import uvloop
 from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError, TetradError
+from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.engine.link import EngineLink
 from tetrad.server.http import HttpServer
 from tetrad.server.logs import set_up_logging
@@ -89,6 +90,7 @@ def main() -> int:
     """Serve until told to end; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    show_stacks_when_asked()
     parser = argparse.ArgumentParser(prog="tetrad.server.worker")
     parser.add_argument("--number", required=True, type=int)
     parser.add_argument("--tally", required=True, type=int, metavar="DESCRIPTOR")
