@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Request, SamplingParams
+from tetrad.core.step import PAGE_TOKENS
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
 from tetrad.server.service import Admission, Service
@@ -29,6 +30,8 @@ class Choice:
 
     request: Request
     session: Session
+    is_first: bool = True
+    """Whether it is the first of its prompt; the others let it compute the prompt for them."""
 
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -63,7 +66,8 @@ def make_choices(
             if params.seed is not None:
                 own = replace(params, seed=(params.seed + number) % NUM_SEEDS)
             rid = f"{answer_id}-{len(choices)}" if num_choices > 1 else answer_id
-            choices.append(Choice(Request(rid, tuple(ids), own), session(own.min_new_tokens)))
+            request = Request(rid, tuple(ids), own)
+            choices.append(Choice(request, session(own.min_new_tokens), number == 0))
     return choices
 
 
@@ -83,8 +87,10 @@ async def generate(service: Service, route: str, choices: Sequence[Choice]) -> D
         service.admit(len(choices)) as admission,
         RequestWatch(service.metrics, route, len(choices)) as watch,
     ):
+        prompts = _prompts_known(choices, shares=not service.config.disable_radix_cache)
         streams = [
-            _deltas(engine, choice, index, watch, admission) for index, choice in enumerate(choices)
+            _deltas(engine, choice, index, watch, admission, known)
+            for index, (choice, known) in enumerate(zip(choices, prompts, strict=True))
         ]
         stream = streams[0] if len(streams) == 1 else _merge(streams)
         async with aclosing(stream):
@@ -98,15 +104,37 @@ async def generate(service: Service, route: str, choices: Sequence[Choice]) -> D
                 raise
 
 
+def _prompts_known(choices: Sequence[Choice], *, shares: bool) -> list[asyncio.Event | None]:
+    """For each choice what tells that its prompt is computed: once it has a token its full pages
+    are in the prefix cache. None if there is nothing to share, or nobody to share with."""
+    known: list[asyncio.Event | None] = []
+    event: asyncio.Event | None = None
+    for choice in choices:
+        if choice.is_first:
+            is_long = len(choice.request.prompt_ids) > PAGE_TOKENS
+            event = asyncio.Event() if shares and is_long else None
+        known.append(event)
+    return known
+
+
 async def _deltas(
-    engine: EnginePort, choice: Choice, index: int, watch: RequestWatch, admission: Admission
+    engine: EnginePort,
+    choice: Choice,
+    index: int,
+    watch: RequestWatch,
+    admission: Admission,
+    prompt_known: asyncio.Event | None,
 ) -> Deltas:
     session = choice.session
+    if prompt_known is not None and not choice.is_first:
+        await prompt_known.wait()
     async with aclosing(engine.generate(choice.request)) as outputs:
         async for output in outputs:
             if session.completion_tokens == 0:
                 watch.first_token(index)
                 admission.first_token()
+                if prompt_known is not None:
+                    prompt_known.set()
             delta = session.feed(output)
             if delta.finish is not None:
                 watch.last_token(index, session.completion_tokens)
