@@ -4,6 +4,7 @@ whatever the weights are worth."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -105,3 +106,14 @@ async def test_the_asynchronous_client_side_by_side(served: Served):
             )
         )
     assert [a.usage.completion_tokens for a in answers if a.usage] == [6] * 8
+
+
+def test_choices_of_one_prompt_share_its_computation(served: Served):
+    """Seen by /generate, which gives the count of each choice apart."""
+    prompt = [5 + i % 400 for i in range(150)]
+    sampling = {"max_new_tokens": 2, "n": 3, "ignore_eos": True}
+    answers: Any = served.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, 128, 128]
+    whole = served.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, "best_of": 2})
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 128}
+    assert len(whole["choices"]) == 1

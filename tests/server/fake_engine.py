@@ -23,6 +23,8 @@ class Step:
 
     token_ids: tuple[int, ...]
     finish: Finish | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Others than the usual ones, if asked for."""
 
 
 Script = Callable[[Request], Sequence[Step]]
@@ -164,6 +166,7 @@ class FakeEngine:
                 TokenLogprob(i, -0.5, tuple((top, -0.5 - top) for top in range(num_top)))
                 for i in step.token_ids
             )
+            logprobs = step.logprobs or logprobs
         return RequestOutput(
             request.rid,
             step.token_ids,

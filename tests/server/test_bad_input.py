@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.server.conftest import MakeService
 from tests.server.fake_engine import FakeEngine
 from tetrad.server import bodies
-from tetrad.server.bodies import MAX_BODY_BYTES, Body
+from tetrad.server.app import build_app
+from tetrad.server.bodies import MAX_BODY_BYTES, WARNING_HEADER, Body
 from tetrad.server.model import ServedModel
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
@@ -117,9 +119,10 @@ async def test_chat_fields(
         ({"prompt": [-1]}, "greater than or equal to 0"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["3"] * 20, "n": 100}, "2000 answers"),
-        ({"prompt": "3", "echo": True}, "echo: is not supported"),
+        ({"prompt": "3", "echo": True, "logprobs": 1}, "echo: needs logprobs to be left out"),
         ({"prompt": "3", "suffix": "x"}, "suffix: is not supported"),
-        ({"prompt": "3", "best_of": 2}, "best_of: must equal n"),
+        ({"prompt": "3", "n": 3, "best_of": 2}, "best_of: must be n, which is 3, or more"),
+        ({"prompt": "3", "best_of": 2, "stream": True}, "best_of: needs stream to be false"),
     ],
 )
 async def test_completion_fields(client: httpx.AsyncClient, fields: dict[str, Any], message: str):
@@ -295,7 +298,6 @@ async def test_what_client_libraries_add_is_ignored(client: httpx.AsyncClient):
         "service_tier": "auto",
         "stream_options": {"include_usage": True, "include_obfuscation": False},
         "lora_path": None,
-        "whatever": [1, {"x": None}],
         "model": "default",
         "stop": None,
         "tools": None,
@@ -303,6 +305,57 @@ async def test_what_client_libraries_add_is_ignored(client: httpx.AsyncClient):
     }
     response = await client.post(CHAT, json={"messages": USER, **extras})
     assert response.status_code == 200, response.text
+    assert WARNING_HEADER not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_unknown_field_is_a_warning(client: httpx.AsyncClient, stream: bool):
+    fields: dict[str, Any] = {
+        "temprature": {"a": [1]},
+        "messages": [USER[0] | {"nam": "x"}],
+        "stream_options": {"include_usgae": 1},
+    }
+    response = await client.post(CHAT, json={"messages": USER, "stream": stream, **fields})
+    assert response.status_code == 200, response.text
+    assert response.headers[WARNING_HEADER] == (
+        "Unknown field 'temprature'. Did you mean 'temperature'? "
+        "Unknown field 'include_usgae' in stream_options. Did you mean 'include_usage'? "
+        "Unknown field 'nam' in messages[0]. Did you mean 'name'?"
+    )
+    assert int(response.headers.get("content-length", len(response.content))) == len(
+        response.content
+    )
+
+
+async def test_a_warning_is_bounded_and_fit_for_a_header(client: httpx.AsyncClient):
+    fields = {f"é\r\nSet-Cookie: {i}" + "x" * 5000: 1 for i in range(1000)}
+    for route in (CHAT, COMPLETIONS, GENERATE, "/tokenize"):
+        common: dict[str, Any] = {"prompt": "3"} if route in (COMPLETIONS, "/tokenize") else {"text": "3"}
+        if route == CHAT:
+            common = {"messages": USER}
+        response = await client.post(route, json=fields | common)
+        assert response.status_code == 200, response.text
+        warning = response.headers[WARNING_HEADER]
+        assert warning.startswith("Unknown field '\\xe9\\r\\nSet-Cookie: 0xx")
+        assert len(warning) < 500
+        assert "set-cookie" not in response.headers
+
+
+async def test_the_strict_api_refuses_what_it_does_not_know(make_service: MakeService):
+    app = build_app(make_service(strict_api=True))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://tetrad") as client:
+        for route, fields, name in (
+            (CHAT, {"messages": USER, "temprature": 0}, "temprature"),
+            (CHAT, {"messages": [USER[0] | {"cntent": 1}]}, "messages[0].cntent"),
+            (GENERATE, {"text": "3", "sampling_params": {"top": 1}}, "sampling_params.top"),
+        ):
+            response = await client.post(route, json=fields)
+            assert "--strict-api" in sentence(response)
+            assert response.json()["error"]["param"] == name
+        tool = {"type": "function", "function": {"name": "f", "x": 1}, "cache_control": {}}
+        known = {"messages": USER, "user": "u", "tools": [tool]}
+        assert (await client.post(CHAT, json=known)).status_code == 200
 
 
 json_values = st.recursive(

@@ -263,8 +263,13 @@ async def test_what_a_request_leaves_out_comes_from_the_model_and_the_context(
         ({"separate_reasoning": False}, "reasoning is always separate; join"),
         ({"json_schema": "{}"}, "constrained output is not supported yet"),
         ({"guided_json": {}}, "constrained output is not supported yet"),
-        ({"continue_final_message": True}, "is not supported yet; leave this field out."),
-        ({"include_stop_str_in_output": True}, "is not supported yet; leave this field out."),
+        ({"include_reasoning": False}, "reasoning is always separate; join"),
+        ({"modalities": ["text", "audio"]}, 'this model writes text; ["text"] works'),
+        ({"cache_salt": "x"}, "--disable-radix-cache"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "needs add_generation_prompt to be false",
+        ),
     ],
 )
 async def test_what_would_change_the_answer_is_refused(
@@ -277,5 +282,43 @@ async def test_what_would_change_the_answer_is_refused(
 
 
 async def test_what_is_switched_off_may_be_there(client: httpx.AsyncClient):
-    off = {"separate_reasoning": True, "json_schema": None, "continue_final_message": False}
+    off = {
+        "separate_reasoning": True,
+        "json_schema": None,
+        "cache_salt": "",
+        "modalities": ["text"],
+    }
     assert (await client.post(ROUTE, json=body(**off))).status_code == 200
+
+
+async def test_the_last_message_is_continued(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    script(engine, tokenizer, "5 = 8")
+    messages = [
+        {"role": "user", "content": "What is 3+5?"},
+        {"role": "assistant", "content": "3 + "},
+    ]
+    fields = {"messages": messages, "continue_final_message": True}
+    message = (await client.post(ROUTE, json=body(**fields))).json()["choices"][0]["message"]
+    assert message["content"] == "5 = 8"
+    prompt = tokenizer.decode(engine.seen[0].prompt_ids)
+    assert prompt.endswith("<|user|>What is 3+5?<|assistant|></think>3 +")
+    response = await client.post(ROUTE, json=body(messages=messages, add_generation_prompt=False))
+    assert response.status_code == 200
+    prompt = tokenizer.decode(engine.seen[1].prompt_ids)
+    assert not prompt.endswith("<|assistant|><think>")
+    fields["messages"] = [*messages, {"role": "assistant", "content": " "}]
+    response = await client.post(ROUTE, json=body(**fields))
+    assert "needs a last message with a text" in response.json()["error"]["message"]
+
+
+async def test_each_chunk_may_have_the_usage_so_far(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    script(engine, tokenizer, "</think>3 + 5 = 8")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = await client.post(ROUTE, json=body(stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in events(response.text)]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.fake_engine import FakeEngine, saying
+from tests.server.conftest import MakeService, until
+from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.sse import events
+from tetrad.core.request import Finish, Request, TokenLogprob
+from tetrad.server.app import build_app
 from tetrad.server.text import Tokenizer
 
 ROUTE = "/v1/completions"
@@ -91,3 +95,56 @@ async def test_special_tokens_are_hidden_unless_wanted(
     assert hidden["choices"][0]["text"] == "ab<think>"
     shown = await post(client, prompt="3", skip_special_tokens=False)
     assert shown["choices"][0]["text"] == "a<|user|>b<think>"
+
+
+async def test_the_prompt_comes_first_if_asked_for(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    engine.script = saying(encode(tokenizer, "=8"))
+    ids = [encode(tokenizer, "1é+")]
+    for prompt, n, texts in (("3+5", 2, ["3+5=8"] * 2), (ids, 1, ["1é+=8"])):
+        fields = {"prompt": prompt, "echo": True, "n": n}
+        answer = await post(client, **fields)
+        assert [choice["text"] for choice in answer["choices"]] == texts
+        joined = [""] * n
+        for chunk in await post(client, **fields, stream=True):
+            joined[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert joined == texts
+
+
+async def test_the_best_of_several_are_given(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    logprob = {"a": -0.5, "b": -0.1, "c": -0.3}
+    ids = {name: encode(tokenizer, name)[0] for name in logprob}
+
+    def script(request: Request) -> list[Step]:
+        name = "abc"[int(request.rid.rsplit("-", 1)[1]) % 3]
+        values = (TokenLogprob(ids[name], logprob[name]),)
+        return [Step((ids[name],), Finish("length"), values)]
+
+    engine.script = script
+    answer = await post(client, prompt=["3", "5"], best_of=3, n=2)
+    assert [choice["text"] for choice in answer["choices"]] == ["b", "c", "b", "c"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert {choice["logprobs"] for choice in answer["choices"]} == {None}
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["usage"]["prompt_tokens"] == 2
+
+
+async def test_choices_wait_until_their_prompt_is_known(
+    make_service: MakeService, engine: FakeEngine
+):
+    """So that it is computed once; a prompt without a full page is not worth it."""
+    for num_prompt, is_off, num_at_once in ((64, False, 3), (65, False, 1), (65, True, 3)):
+        engine.seen.clear()
+        engine.gate.clear()
+        transport = httpx.ASGITransport(build_app(make_service(disable_radix_cache=is_off)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://tetrad") as client:
+            asking = asyncio.create_task(post(client, prompt=[5] * num_prompt, n=3, max_tokens=2))
+            await until(lambda: len(engine.seen) == num_at_once)  # noqa: B023 - awaited here
+            await asyncio.sleep(0.02)
+            assert len(engine.seen) == num_at_once
+            engine.gate.set()
+            assert len((await asking)["choices"]) == 3
+        assert len(engine.seen) == 3

@@ -117,24 +117,30 @@ async def test_steps_whose_text_waits_still_count(
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "reason"),
     [
-        {"image_data": "x.png"},
-        {"lora_path": "adapter"},
-        {"return_hidden_states": True},
-        {"sampling_params": {"no_stop_trim": True}},
-        {"sampling_params": {"stop_regex": "a+"}},
+        ({"image_data": "x.png"}, "this model reads text"),
+        ({"lora_path": "adapter"}, "the weights of its model alone"),
+        ({"return_hidden_states": True}, "is not supported yet"),
+        ({"sampling_params": {"stop_regex": "a+"}}, "is not supported yet"),
     ],
 )
 async def test_what_would_change_the_answer_is_refused(
-    client: httpx.AsyncClient, fields: dict[str, Any]
+    client: httpx.AsyncClient, fields: dict[str, Any], reason: str
 ):
     response = await client.post("/generate", json={"text": "3", **fields})
     assert response.status_code == 400
-    assert "is not supported yet; leave this field out." in response.json()["error"]["message"]
+    assert f"{reason}; leave this field out." in response.json()["error"]["message"]
+
+
+async def test_a_stop_string_stays_if_asked_for(client: httpx.AsyncClient):
+    sampling = {"stop": "b", "no_stop_trim": True}
+    answer = await post(client, text="abc", sampling_params=sampling)
+    assert answer["text"] == "ab"
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "b"}
 
 
 async def test_what_is_switched_off_may_be_there(client: httpx.AsyncClient):
     off: dict[str, Any] = {"lora_path": None, "return_hidden_states": False, "image_data": []}
-    answer = await post(client, text="3", sampling_params={"no_stop_trim": False}, **off)
+    answer = await post(client, text="3", sampling_params={"stop_regex": None}, **off)
     assert answer["text"] == "3"

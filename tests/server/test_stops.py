@@ -67,3 +67,9 @@ def test_held_back_text_comes_with_the_character_that_clears_it():
 def test_a_match_across_pieces_is_cut_exactly(split: int):
     text = "one STOP two"
     assert run(["STOP"], [text[:split], text[split:]]) == ("one ", "STOP")
+
+
+def test_what_matched_is_shown_if_asked_for():
+    matcher = StopMatcher(["END", "D"], keep=True)
+    assert matcher.feed("the E") + matcher.feed("NDx") == "the END"
+    assert matcher.matched == "END"

@@ -290,6 +290,11 @@ class ServeConfig(Config):
     api_key: str | None = option(
         None, "Clients must send this key as a bearer token.", env="TETRAD_API_KEY"
     )
+    strict_api: bool = option(
+        False,
+        "Refuse a request with a field that nobody knows; else the answer's header "
+        "X-Tetrad-Warning names it.",
+    )
     startup_timeout: float = option(
         600.0,
         "Seconds that each phase of the engine's start may take, such as reading weights or "

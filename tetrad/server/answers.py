@@ -37,7 +37,7 @@ class LaterJson(Response):
 
     async def _send(self, send: Send) -> None:
         self.body = json_bytes(await self._work())
-        self.init_headers()
+        self.headers["content-length"] = str(len(self.body))
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )

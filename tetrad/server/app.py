@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import tetrad
 from tetrad.core.errors import CapacityError, RequestError, TetradError
 from tetrad.server import about, chat, completions, native, tokens
-from tetrad.server.bodies import Body
+from tetrad.server.bodies import WARNING_HEADER, Body
 from tetrad.server.failures import error_response, response_of, route_of
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
@@ -65,6 +65,7 @@ def build_app(service: Service) -> FastAPI:
     # The pages at /docs would load scripts from elsewhere; the document itself is served.
     service.metrics.tell_apart(route.path for route in ROUTES)
     app = FastAPI(title="Tetrad", version=tetrad.__version__, docs_url=None, redoc_url=None)
+    app.state.is_strict = service.config.strict_api
     for route in ROUTES:
         for method in route.methods:
             app.add_api_route(
@@ -108,7 +109,10 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(service, request)
+        response = await handler(service, request)
+        if warnings := getattr(request.state, "warnings", None):
+            response.headers[WARNING_HEADER] = " ".join(warnings)
+        return response
 
     return endpoint
 

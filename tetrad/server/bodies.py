@@ -2,39 +2,110 @@
 
 JSON is parsed by pydantic itself from the bytes, so bad UTF-8, lone surrogates, endless nesting and
 numbers that are not finite are refused before any of our code sees them.
+
+Fields that nobody knows are told in a header of the answer, or refused with `--strict-api`: a
+misspelt `temprature` would else be an answer at another temperature.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from starlette.requests import ClientDisconnect, Request
 
-from tetrad.core.errors import RequestError
+from tetrad.core.errors import RequestError, nearest
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+WARNING_HEADER = "X-Tetrad-Warning"
+MAX_WARNINGS = 4
+MAX_SHOWN_CHARACTERS = 64
+
+
+class _Nothing:
+    """Takes any JSON value and keeps None, so that what changes nothing takes no memory."""
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> CoreSchema:
+        return core_schema.with_default_schema(
+            core_schema.none_schema(), default=None, on_error="default"
+        )
+
+    def __get_pydantic_json_schema__(
+        self, _schema: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {}
+
+
+Accepted = Annotated[Any, _Nothing()]
+"""A known field that changes nothing here, whatever its value."""
 
 
 class Body(BaseModel):
-    """Types are exact ("5" is no number); fields nobody knows are ignored, as SDKs send many."""
+    """Types are exact ("5" is no number); of fields nobody knows only the names are kept."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    __pydantic_extra__: dict[str, Accepted] = Field(init=False)
+
+
+class OpenBody(Body):
+    """A part that is handed on with whatever else it has."""
+
+    __pydantic_extra__: dict[str, Any] = Field(init=False)
 
 
 BodyType = TypeVar("BodyType", bound=Body)
 
 
 async def read_body(request: Request, body_type: type[BodyType]) -> BodyType:
-    """The validated body. Raises RequestError (400 or 413) with a sentence and the field."""
+    """The validated body. Raises RequestError (400 or 413) with a sentence and the field. Unknown
+    fields become `request.state.warnings`, or a RequestError too if `app.state.is_strict`."""
     raw = await _read(request)
     try:
-        return body_type.model_validate_json(raw)
+        body = body_type.model_validate_json(raw)
     except ValidationError as error:
-        raise _request_error(error.errors(include_url=False, include_input=False)) from None
+        raise _request_error(error) from None
+    told = [_unknown(*found) for found in islice(_unknown_fields(body, ""), MAX_WARNINGS)]
+    if told and request.app.state.is_strict:
+        sentence, name = told[0]
+        raise RequestError(f"{sentence} The server runs with --strict-api.", param=name)
+    request.state.warnings = [sentence for sentence, _ in told]
+    return body
+
+
+def checked(body_type: type[BodyType], values: Mapping[str, Any]) -> BodyType:
+    """A body that another one was translated to. Raises RequestError."""
+    try:
+        return body_type.model_validate(values)
+    except ValidationError as error:
+        raise _request_error(error) from None
+
+
+def _unknown_fields(value: Any, path: str) -> Iterator[tuple[str, str, type[Body]]]:
+    """(where, name, the body that does not know it) of each unknown field, nested ones too."""
+    if isinstance(value, Body):
+        kind = type(value)
+        if not isinstance(value, OpenBody):
+            yield from ((path, name, kind) for name in value.model_extra or ())
+        for name in kind.model_fields:
+            yield from _unknown_fields(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, list) and value and isinstance(value[0], Body):
+        for index, item in enumerate(value):
+            yield from _unknown_fields(item, f"{path}[{index}]")
+
+
+def _unknown(path: str, name: str, kind: type[Body]) -> tuple[str, str]:
+    """A sentence fit for a header, and the whole name."""
+    shown = ascii(name[:MAX_SHOWN_CHARACTERS])
+    where = f" in {path.removeprefix('.')}" if path else ""
+    return (
+        f"Unknown field {shown}{where}.{nearest(name, kind.model_fields)}",
+        f"{path}.{name}".removeprefix("."),
+    )
 
 
 async def _read(request: Request) -> bytes:
@@ -59,7 +130,8 @@ def _too_large() -> RequestError:
     )
 
 
-def _request_error(errors: Sequence[ErrorDetails]) -> RequestError:
+def _request_error(failure: ValidationError) -> RequestError:
+    errors = failure.errors(include_url=False, include_input=False)
     first = errors[0]
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.")

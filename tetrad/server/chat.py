@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,21 +13,17 @@ from starlette.responses import Response
 
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
-from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
+from tetrad.server.choices import Choice, generate, new_id
+from tetrad.server.conversation import chat_choices
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, chat_logprobs
-from tetrad.server.model import ServedModel
 from tetrad.server.protocol import ChatBody
-from tetrad.server.reasoning import ReasoningParser, starts_inside
-from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Delta, Session
-from tetrad.server.tools import ToolDelta, ToolParser
+from tetrad.server.session import ChoiceFinish, Delta
+from tetrad.server.tools import ToolDelta
 from tetrad.server.usage import usage
 
 ROUTE = "/v1/chat/completions"
-LONG_CONVERSATION = 500
-"""Messages and tools."""
 
 
 async def chat(service: Service, request: Request) -> Response:
@@ -36,58 +31,8 @@ async def chat(service: Service, request: Request) -> Response:
     body = await read_body(request, ChatBody)
     service.model.check_name(body.model)
     answer_id = new_id("chatcmpl")
-    answer = _Answer(service, body, answer_id, await _choices(service, body, answer_id))
+    answer = _Answer(service, body, answer_id, await chat_choices(service, body, answer_id))
     return EventStream(answer.events) if body.stream else LaterJson(answer.whole)
-
-
-async def _choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:
-    model = service.model
-    tools = body.active_tools
-    prompt = await _prompt(model, body, tools)
-    context_tokens = service.engine.info["context_length"]
-    (ids,) = await model.encode([prompt], add_special_tokens=False, context_tokens=context_tokens)
-    hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
-    is_inside = starts_inside(prompt)
-
-    def session(min_new_tokens: int) -> Session:
-        return Session(
-            model.tokenizer,
-            stops=stop_strings(body),
-            min_new_tokens=min_new_tokens,
-            hidden_ids=hidden_ids,
-            reasoning=ReasoningParser(inside=is_inside) if model.splits_reasoning else None,
-            tools=ToolParser(tools) if tools and model.reads_tool_calls else None,
-        )
-
-    limits = AnswerLimits(
-        max_new_tokens=body.max_new_tokens or room_for_answer(service, len(ids)),
-        min_new_tokens=body.min_tokens or 0,
-        num_logprobs=body.num_logprobs,
-        seed=body.seed,
-    )
-    params = sampling_params(body, model.defaults, limits)
-    return make_choices(answer_id, [(ids, params)], body.n or 1, session)
-
-
-async def _prompt(model: ServedModel, body: ChatBody, tools: list[dict[str, Any]]) -> str:
-    """The rendered messages; many are rendered in a thread, so that other requests do not wait."""
-
-    def render() -> str:
-        messages = [message.for_template() for message in body.messages]
-        return model.render(messages, tools or None, _template_variables(body))
-
-    is_long = len(body.messages) + len(tools) > LONG_CONVERSATION
-    return await asyncio.to_thread(render) if is_long else render()
-
-
-def _template_variables(body: ChatBody) -> dict[str, Any]:
-    """What the template may ask for. An effort of "none" is OpenAI's way to switch thinking off."""
-    variables: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-        if body.reasoning_effort == "none":
-            variables["enable_thinking"] = False
-    return variables | (body.chat_template_kwargs or {})
 
 
 class _Answer:
@@ -112,7 +57,8 @@ class _Answer:
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
 
         def chunk(index: int, role: dict[str, Any], delta: Delta) -> dict[str, Any]:
-            return self._head | {"choices": [self._chunk_choice(index, role, delta)]} | tail
+            end = {"usage": self._usage()} if self._body.has_running_usage else tail
+            return self._head | {"choices": [self._chunk_choice(index, role, delta)]} | end
 
         def plain(index: int) -> tuple[TextEvent, TextEvent]:
             return (
@@ -123,7 +69,7 @@ class _Answer:
         events = [plain(index) for index in range(len(self._choices))]
         async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
             async for index, delta in deltas:
-                if delta.is_plain and has_begun[index]:
+                if delta.is_plain and has_begun[index] and not self._body.has_running_usage:
                     content, reasoning = events[index]
                     yield content(delta.content) if delta.content else reasoning(delta.reasoning)
                 elif delta.is_visible:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,6 +19,10 @@ from tetrad.core.jsonfile import read_json_object
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception"})
 """Variables that the server sets; `chat_template_kwargs` cannot."""
+
+End = Literal["turn", "closed", "open"]
+"""How a prompt ends: with the beginning of the assistant's turn, with the end of the last message,
+or within it, for the model to go on there."""
 
 
 class ChatTemplate:
@@ -55,20 +59,20 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        end: End = "turn",
     ) -> str:
-        """The prompt, ready for the assistant's turn. `variables`: more for the template to see,
-        under any names.
+        """The prompt. `variables`: more for the template to see, under any names.
 
         Raises RequestError when the template refuses these messages.
         """
         try:
-            return self._template.render(
+            prompt = self._template.render(
                 {
                     **self._variables,
                     **(variables or {}),
                     "messages": messages,
                     "tools": tools,
-                    "add_generation_prompt": True,
+                    "add_generation_prompt": end == "turn",
                 }
             )
         except _RENDER_ERRORS as error:
@@ -76,6 +80,19 @@ class ChatTemplate:
             raise RequestError(
                 f"The model's chat template refused these messages: {detail}", param="messages"
             ) from None
+        return _cut_behind(prompt, messages[-1]["content"]) if end == "open" else prompt
+
+
+def _cut_behind(prompt: str, text: str) -> str:
+    """The prompt up to the end of its last message, whose text a template may have stripped."""
+    for shown in (text, text.rstrip(), text.strip()):
+        if (at := prompt.rfind(shown)) >= 0:
+            return prompt[: at + len(shown)]
+    raise RequestError(
+        "The model's chat template does not show the last message as it is, so it cannot be "
+        "continued.",
+        param="continue_final_message",
+    )
 
 
 _RENDER_ERRORS = (

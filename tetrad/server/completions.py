@@ -45,7 +45,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
         limits = AnswerLimits(
             max_new_tokens=body.max_tokens or default,
             min_new_tokens=body.min_tokens or 0,
-            num_logprobs=body.logprobs,
+            num_logprobs=0 if body.logprobs is None and body.tries_more else body.logprobs,
             seed=body.seed,
         )
         return sampling_params(body, model.defaults, limits)
@@ -54,13 +54,18 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
         return Session(
             model.tokenizer,
             stops=stop_strings(body),
+            keep_stop=body.keeps_stop,
             min_new_tokens=min_new_tokens,
             hidden_ids=hidden_ids,
         )
 
-    prompts = await model.prompt_ids(_prompts(body), service.engine.info["context_length"])
+    prompts = await model.prompt_ids(
+        _prompts(body),
+        service.engine.info["context_length"],
+        add_special_tokens=body.add_special_tokens is not False,
+    )
     with_params = [(ids, params(len(ids))) for ids in prompts]
-    return make_choices(answer_id, with_params, body.n or 1, session)
+    return make_choices(answer_id, with_params, body.num_tried, session)
 
 
 def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
@@ -68,6 +73,15 @@ def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     prompt: Any = body.prompt
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     return cast("list[str] | list[list[int]]", [prompt] if is_one else prompt)
+
+
+def _echoes(service: Service, body: CompletionBody) -> list[str]:
+    """What stands before the answers to each prompt."""
+    prompts = _prompts(body)
+    if not body.echo:
+        return [""] * len(prompts)
+    decode = service.model.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
 
 
 class _Answer:
@@ -79,6 +93,7 @@ class _Answer:
         self._service = service
         self._body = body
         self._choices = choices
+        self._echoes = _echoes(service, body)
         self._head = {
             "id": answer_id,
             "object": "text_completion",
@@ -90,21 +105,28 @@ class _Answer:
         """Chunks, as events."""
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
 
-        def chunk(index: int, delta: Delta) -> dict[str, Any]:
-            choice = self._choice(index, delta.content, delta.entries, delta.finish)
-            return self._head | {"choices": [choice]} | tail
+        has_running_usage = self._body.has_running_usage
+
+        def chunk(index: int, text: str, delta: Delta) -> dict[str, Any]:
+            choice = self._choice(index, text, delta.entries, delta.finish)
+            end = {"usage": self._usage()} if has_running_usage else tail
+            return self._head | {"choices": [choice]} | end
 
         def plain_event(index: int) -> TextEvent:
-            return TextEvent(lambda text: chunk(index, Delta(content=text)))
+            return TextEvent(lambda text: chunk(index, text, Delta()))
 
         plain = [plain_event(index) for index in range(len(self._choices))]
-        has_logprobs = self._body.logprobs is not None
+        before = [self._echo(index) for index in range(len(self._choices))]
+        is_special = self._body.logprobs is not None or has_running_usage
         async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
             async for index, delta in deltas:
-                if delta.is_plain and not has_logprobs:
-                    yield plain[index](delta.content)
+                if delta.is_plain and not is_special:
+                    yield plain[index](before[index] + delta.content)
                 elif delta.is_visible:
-                    yield event(chunk(index, delta))
+                    yield event(chunk(index, before[index] + delta.content, delta))
+                else:
+                    continue
+                before[index] = ""
         if self._body.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})
 
@@ -119,10 +141,28 @@ class _Answer:
                 entries[index] += delta.entries
                 finishes[index] = delta.finish
         choices = [
-            self._choice(index, "".join(texts[index]), entries[index], finishes[index])
-            for index in range(len(self._choices))
+            self._choice(number, self._echo(i) + "".join(texts[i]), entries[i], finishes[i])
+            for number, i in enumerate(self._best(entries))
         ]
         return self._head | {"choices": choices, "usage": self._usage()}
+
+    def _best(self, entries: list[list[TokenEntry]]) -> list[int]:
+        """The `n` answers to each prompt whose tokens are most probable in the mean, best first;
+        all of them, in order, unless more were tried."""
+        tried = range(len(self._choices))
+        if not self._body.tries_more:
+            return list(tried)
+        means = [sum(e.values.logprob for e in own) / max(1, len(own)) for own in entries]
+        num_tried = self._body.num_tried
+        groups = [tried[start : start + num_tried] for start in tried[::num_tried]]
+        return [
+            i
+            for group in groups
+            for i in sorted(group, key=lambda i: -means[i])[: self._body.n or 1]
+        ]
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._body.num_tried]
 
     def _choice(
         self, index: int, text: str, entries: list[TokenEntry], finish: ChoiceFinish | None
@@ -139,4 +179,4 @@ class _Answer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._choices, self._body.n or 1)
+        return usage(self._choices, self._body.num_tried)

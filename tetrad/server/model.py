@@ -16,7 +16,7 @@ from tetrad.core.jsonfile import read_json_object
 from tetrad.core.presets import served_shapes
 from tetrad.data import embedded_model, model_folder
 from tetrad.server import reasoning, tools
-from tetrad.server.chat_template import ChatTemplate
+from tetrad.server.chat_template import ChatTemplate, End
 from tetrad.server.sampling import SamplingDefaults
 from tetrad.server.text import Tokenizer
 
@@ -89,6 +89,7 @@ class ServedModel:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         variables: dict[str, Any],
+        end: End = "turn",
     ) -> str:
         """Messages as a prompt. Raises RequestError."""
         if self.template is None:
@@ -97,7 +98,7 @@ class ServedModel:
                 "server with --chat-template.",
                 param="messages",
             )
-        return self.template.render(messages, tools, variables)
+        return self.template.render(messages, tools, variables, end)
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, context_tokens: int
@@ -110,13 +111,17 @@ class ServedModel:
         return await asyncio.to_thread(encode)
 
     async def prompt_ids(
-        self, prompts: Sequence[str] | Sequence[list[int]], context_tokens: int
+        self,
+        prompts: Sequence[str] | Sequence[list[int]],
+        context_tokens: int,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[list[int]]:
         """Prompts as ids: texts are tokenised, special tokens of the tokenizer's own added."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
         return ids or await self.encode(
-            texts, add_special_tokens=True, context_tokens=context_tokens
+            texts, add_special_tokens=add_special_tokens, context_tokens=context_tokens
         )
 
     def hidden_ids(self, *, skip_special: bool) -> frozenset[int]:

@@ -93,6 +93,7 @@ def _sessions(service: Service, sampling: NativeSampling) -> Any:
         return Session(
             model.tokenizer,
             stops=stop_strings(sampling),
+            keep_stop=sampling.keeps_stop,
             min_new_tokens=min_new_tokens,
             hidden_ids=hidden_ids,
         )

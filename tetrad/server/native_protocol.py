@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tetrad.server.bodies import Body
+from tetrad.server.bodies import Accepted
+from tetrad.server.foreign import ForeignGenerate
 from tetrad.server.protocol import (
     LARGEST,
     MAX_PROMPTS,
@@ -17,7 +18,6 @@ from tetrad.server.protocol import (
     Seed,
     Texts,
     TokenIds,
-    Unserved,
 )
 
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
@@ -31,7 +31,7 @@ class NativeSampling(SamplingFields):
     sampling_seed: Seed | None = None
 
 
-class GenerateBody(Body):
+class GenerateBody(ForeignGenerate):
     """One prompt, or a batch when `text` or `input_ids` is a list of prompts."""
 
     text: str | Texts | None = None
@@ -46,10 +46,7 @@ class GenerateBody(Body):
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    image_data: Unserved = None
-    input_embeds: Unserved = None
-    lora_path: Unserved = None
-    return_hidden_states: Unserved = None
+    priority: Accepted = None
 
     @field_validator("input_ids")
     @classmethod

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's routes. A field's range is written here and nowhere else.
 
-What cannot be served yet is refused with a sentence that says what works; fields that change
-nothing (`user`, `metadata`, `store` and whatever else a client library adds) are ignored.
+What cannot be served is refused with a sentence that says what works. Fields of other servers that
+have no use here are in `foreign`; docs/api.md lists every field.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -20,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from tetrad.server.bodies import Body
+from tetrad.server.bodies import Accepted, Body, OpenBody
 from tetrad.server.chat_template import RESERVED
+from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
 
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 512
@@ -63,22 +63,15 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-def _refuse(value: Any) -> None:
-    if value:
-        raise ValueError("is not supported yet; leave this field out")
-
-
 def _refuse_grammar(value: Any) -> None:
     if value is not None:
         raise ValueError("constrained output is not supported yet; leave this field out")
 
 
-Unserved = Annotated[Any, AfterValidator(_refuse)]
-"""A field of SGLang or vLLM that would change the answer; switched off it may be there."""
 Grammar = Annotated[Any, AfterValidator(_refuse_grammar)]
 
 
-class SamplingFields(Body):
+class SamplingFields(ForeignSampling):
     """Sampling fields that OpenAI's routes and SGLang's share. None: the server's default."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -92,6 +85,7 @@ class SamplingFields(Body):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)
 
@@ -99,19 +93,24 @@ class SamplingFields(Body):
     ebnf: Grammar = None
     json_schema: Grammar = None
     structural_tag: Grammar = None
-    stop_regex: Unserved = None
-    no_stop_trim: Unserved = None
+
+    @property
+    def keeps_stop(self) -> bool:
+        """Whether the stop string that ends the text stays in it."""
+        return bool(self.no_stop_trim)
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Accepted = None
 
 
 class ResponseFormat(Body):
     type: str
 
 
-class OpenAIBody(SamplingFields):
+class OpenAIBody(SamplingFields, ForeignOpenAI):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -121,13 +120,15 @@ class OpenAIBody(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    lora_path: Unserved = None
+    priority: Accepted = None
+    include_stop_str_in_output: bool | None = None
     guided_json: Grammar = None
     guided_regex: Grammar = None
     guided_choice: Grammar = None
     guided_grammar: Grammar = None
+    guided_decoding_backend: Accepted = None
+    guided_whitespace_pattern: Grammar = None
     structured_outputs: Grammar = None
-    include_stop_str_in_output: Unserved = None
 
     @field_validator("response_format")
     @classmethod
@@ -137,11 +138,22 @@ class OpenAIBody(SamplingFields):
         return value
 
     @property
+    def keeps_stop(self) -> bool:
+        return bool(self.no_stop_trim or self.include_stop_str_in_output)
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
 
-class ContentPart(Body):
+
+class ContentPart(OpenBody):
     type: str
     text: str | None = None
 
@@ -175,16 +187,22 @@ class FunctionCall(Body):
             raise ValueError("arguments must be the text of a JSON object") from None
 
 
-class ToolCall(Body):
+class ToolCall(OpenBody):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class Message(Body):
+    name: Accepted = None
+    refusal: Accepted = None
+    annotations: Accepted = None
+    audio: Accepted = None
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's name of it."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -205,8 +223,8 @@ class Message(Body):
         """The message as chat templates expect it: text content, arguments as objects."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.text}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
+        if (reasoning := self.reasoning_content or self.reasoning) is not None:
+            message["reasoning_content"] = reasoning
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
@@ -221,22 +239,18 @@ class Message(Body):
         return message
 
 
-class Function(Body):
-    model_config = ConfigDict(extra="allow")
-
+class Function(OpenBody):
     name: str = Field(pattern=r"^[\w.:/-]+$", max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Body):
-    model_config = ConfigDict(extra="allow")
-
+class Tool(OpenBody):
     type: Literal["function"]
     function: Function
 
 
-class ChatBody(OpenAIBody):
+class ChatBody(OpenAIBody, ForeignChat):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -247,12 +261,24 @@ class ChatBody(OpenAIBody):
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: Unserved = None
+    parallel_tool_calls: Accepted = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
 
-    @field_validator("separate_reasoning")
+    @field_validator("continue_final_message")
+    @classmethod
+    def _one_end(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise ValueError("needs add_generation_prompt to be false")
+        if value and (messages := info.data.get("messages")) and not messages[-1].text.strip():
+            raise ValueError("needs a last message with a text to continue")
+        return value
+
+    @field_validator("separate_reasoning", "include_reasoning")
     @classmethod
     def _always_separate(cls, value: bool | None) -> bool | None:
         if value is False:
@@ -290,6 +316,11 @@ class ChatBody(OpenAIBody):
         return value
 
     @property
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with the beginning of the assistant's turn."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    @property
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
@@ -310,27 +341,37 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | Texts | TokenIds | ManyTokenIds
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: Count | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)
     echo: bool | None = None
-    suffix: str | None = None
+    add_special_tokens: bool | None = None
+    suffix: Annotated[Any, Refused("is not supported; only text after the prompt is generated")] = (
+        None
+    )
+    prompt_embeds: Annotated[Any, Refused("embeddings cannot be read; use prompt")] = None
 
     @field_validator("echo")
     @classmethod
-    def _no_echo(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("is not supported; put the prompt before the answer yourself")
-        return value
-
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, value: str | None) -> str | None:
-        if value:
-            raise ValueError("is not supported; only text after the prompt is generated")
+    def _text_alone(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("logprobs") is not None:
+            raise ValueError("needs logprobs to be left out; those of a prompt are not supported")
         return value
 
     @field_validator("best_of")
     @classmethod
-    def _all_of_them(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value != (info.data.get("n") or 1):
-            raise ValueError("must equal n; use n for several answers")
+    def _enough(cls, value: int | None, info: ValidationInfo) -> int | None:
+        num_asked = info.data.get("n") or 1
+        if value is not None and value < num_asked:
+            raise ValueError(f"must be n, which is {num_asked}, or more")
+        if value is not None and value > num_asked and info.data.get("stream"):
+            raise ValueError("needs stream to be false when it is larger than n")
         return value
+
+    @property
+    def num_tried(self) -> int:
+        """Answers to each prompt that are generated."""
+        return self.best_of or self.n or 1
+
+    @property
+    def tries_more(self) -> bool:
+        """Whether more are generated than asked for, the best of which are given."""
+        return self.num_tried > (self.n or 1)

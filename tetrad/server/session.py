@@ -124,15 +124,17 @@ class Session:
         tokenizer: Tokenizer,
         *,
         stops: Sequence[str] = (),
+        keep_stop: bool = False,
         min_new_tokens: int = 0,
         hidden_ids: frozenset[int] = frozenset(),
         reasoning: ReasoningParser | None = None,
         tools: ToolParser | None = None,
     ) -> None:
         """Without `reasoning` and `tools` everything is content. Stop strings are looked for once
-        `min_new_tokens` tokens were generated; tokens in `hidden_ids` leave no text."""
+        `min_new_tokens` tokens were generated; with `keep_stop` the one found stays in the text.
+        Tokens in `hidden_ids` leave no text."""
         self._detokenizer = Detokenizer(tokenizer, hidden_ids)
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops, keep=keep_stop)
         self._min_new_tokens = min_new_tokens
         self._answer = AnswerReader(reasoning, tools)
         self._waiting: list[TokenEntry] = []

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 class StopMatcher:
     """Feed text, get what may be shown. `matched` is the stop string once one was found."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: non-empty strings."""
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`stops`: non-empty strings. With `keep` the one that matched is shown, too."""
+        self._keep = keep
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self.matched: str | None = None
@@ -30,7 +31,7 @@ class StopMatcher:
                 self.matched = max(ended, key=len)
                 seen = self._held + text[: position + 1]
                 self._held = ""
-                return seen[: len(seen) - len(self.matched)]
+                return seen if self._keep else seen[: len(seen) - len(self.matched)]
         return self._release(self._held + text)
 
     def _release(self, seen: str) -> str:

@@ -1,0 +1,77 @@
+"""A chat as choices to generate: rendered, tokenised, with the readers of its answers.
+
+All APIs that speak in messages come here: chat itself, and those that translate to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tetrad.server.chat_template import End
+from tetrad.server.choices import Choice, make_choices, room_for_answer
+from tetrad.server.protocol import ChatBody
+from tetrad.server.reasoning import ReasoningParser, starts_inside
+from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
+from tetrad.server.service import Service
+from tetrad.server.session import Session
+from tetrad.server.tools import ToolParser
+
+LONG_CONVERSATION = 500
+"""Messages and tools."""
+
+
+async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:
+    """The choices of one chat. Raises RequestError."""
+    model = service.model
+    tools = body.active_tools
+    prompt, ids = await chat_prompt(service, body)
+    hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
+    is_inside = starts_inside(prompt)
+
+    def session(min_new_tokens: int) -> Session:
+        return Session(
+            model.tokenizer,
+            stops=stop_strings(body),
+            keep_stop=body.keeps_stop,
+            min_new_tokens=min_new_tokens,
+            hidden_ids=hidden_ids,
+            reasoning=ReasoningParser(inside=is_inside) if model.splits_reasoning else None,
+            tools=ToolParser(tools) if tools and model.reads_tool_calls else None,
+        )
+
+    limits = AnswerLimits(
+        max_new_tokens=body.max_new_tokens or room_for_answer(service, len(ids)),
+        min_new_tokens=body.min_tokens or 0,
+        num_logprobs=body.num_logprobs,
+        seed=body.seed,
+    )
+    params = sampling_params(body, model.defaults, limits)
+    return make_choices(answer_id, [(ids, params)], body.n or 1, session)
+
+
+async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]:
+    """The rendered messages and their tokens; many are rendered in a thread, so that other requests
+    do not wait. Raises RequestError."""
+    model, tools = service.model, body.active_tools
+    end: End = "open" if body.continue_final_message else "turn" if body.opens_turn else "closed"
+
+    def render() -> str:
+        messages = [message.for_template() for message in body.messages]
+        return model.render(messages, tools or None, _template_variables(body), end)
+
+    is_long = len(body.messages) + len(tools) > LONG_CONVERSATION
+    prompt = await asyncio.to_thread(render) if is_long else render()
+    context_tokens = service.engine.info["context_length"]
+    (ids,) = await model.encode([prompt], add_special_tokens=False, context_tokens=context_tokens)
+    return prompt, ids
+
+
+def _template_variables(body: ChatBody) -> dict[str, Any]:
+    """What the template may ask for. An effort of "none" is OpenAI's way to switch thinking off."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+    return variables | (body.chat_template_kwargs or {})
