@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import uvicorn
 
 from tetrad.server.app import build_app
+from tetrad.server.beat import beat
+from tetrad.server.connections import Connection
 from tetrad.server.service import Service
 
 KEEP_ALIVE_S = 65
@@ -30,10 +32,12 @@ class HttpServer:
             lifespan="off",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            http="httptools",
+            http=Connection,
+            ws="none",
             timeout_graceful_shutdown=LAST_BYTES_S,
         )
         self._server = _Uvicorn(config)
+        self._beat = asyncio.ensure_future(beat(service.tally))
         self.ended = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         """Done when it serves no more; the result may be an exception."""
 
@@ -45,7 +49,10 @@ class HttpServer:
     async def end(self) -> None:
         """Take no more connections, let open responses send their last bytes."""
         self._server.should_exit = True
-        await self.ended
+        try:
+            await self.ended
+        finally:
+            self._beat.cancel()
 
 
 class _Uvicorn(uvicorn.Server):

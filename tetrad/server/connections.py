@@ -1,0 +1,178 @@
+"""A client's connection, and how long it may keep us waiting.
+
+uvicorn reads headers without end, waits for ever for the rest of a body and for readers that do not
+read. Each of these holds a descriptor, memory and, where a request is open, a place in the queue.
+Here each has a bound; whoever runs into one is told, where that is possible, and the connection is
+closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from tetrad.server.encoding import json_bytes
+from tetrad.server.failures import error_body
+
+FIRST_BYTE_S = 65.0
+"""A new connection may be idle for as long as one between two requests."""
+HEAD_S = 10.0
+"""From the first byte of a request to the end of its headers."""
+MAX_HEAD_BYTES = 65536
+"""Of headers, trailers, and what else is not body."""
+FRAMING = 16
+"""Bytes that may come for each byte of a body that is sent in chunks."""
+BODY_S = 20.0
+BODY_BYTES_PER_S = 4096
+"""A body may take so long, and as much longer as it needs at this rate."""
+REST_S = 5.0
+"""What is still sent of a body after its answer is read for so long: a client whose bytes are
+refused by the system may not read the answer."""
+READER_S = 60.0
+"""In so long a reader must take something of a full buffer (64 KiB)."""
+RETRY_AFTER_S = 30
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._is_in_head = True
+        self._has_begun = False
+        """Whether the next request's first byte is here."""
+        self._request_bytes = self._body_bytes = 0
+        self._body_began_at = 0.0
+        self._reading: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first byte has some time."""
+        super().connection_made(transport)
+        self._wait(FIRST_BYTE_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._wait(None)
+        self._has_read()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and look at what has come besides bodies."""
+        self._request_bytes += len(data)
+        super().data_received(data)
+        others = self._request_bytes - self._body_bytes
+        if others > MAX_HEAD_BYTES + FRAMING * self._body_bytes and not self._is_closing:
+            self._refuse(431, f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser has given up."""
+        self._refuse(400, msg)
+
+    def on_message_begin(self) -> None:
+        """The headers have some time."""
+        super().on_message_begin()
+        self._has_begun = True
+        self._wait(HEAD_S)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers are not read: they come when the headers have been judged."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The body has some time."""
+        self._is_in_head = False
+        self._body_began_at = time.monotonic()
+        self._wait(BODY_S)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """What has come buys time for the rest."""
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole; the next one has not begun."""
+        self._is_in_head, self._has_begun = True, False
+        self._request_bytes = self._body_bytes = 0
+        self._wait(None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Some send on although they have their answer."""
+        super().on_response_complete()
+        if not self._is_in_head and self.cycle.response_complete and not self._is_closing:
+            self._wait(REST_S)
+
+    def pause_writing(self) -> None:
+        """The client does not read: it may, for a while."""
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(READER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read something."""
+        self._has_read()
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """The server ends: whole requests are answered, others are not waited for."""
+        if self.cycle is not None and not self._is_in_head and not self.cycle.response_started:
+            self._refuse(
+                503,
+                "The server is shutting down and takes no new requests.",
+                f"retry-after: {RETRY_AFTER_S}\r\n",
+            )
+        super().shutdown()
+
+    @property
+    def _is_closing(self) -> bool:
+        return self.transport.is_closing()
+
+    def _has_read(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    def _wait(self, most_s: float | None) -> None:
+        """What the client sends next may take so long."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading = None if most_s is None else self.loop.call_later(most_s, self._late)
+
+    def _late(self) -> None:
+        if self._is_closing:
+            return
+        if self._is_in_head and self._has_begun:
+            self._refuse(408, f"The headers took longer than {HEAD_S:g} s.")
+        elif self._is_in_head or self.cycle.response_started:
+            self.transport.close()
+        else:
+            self._late_body()
+
+    def _late_body(self) -> None:
+        took_s = time.monotonic() - self._body_began_at
+        left_s = BODY_S + self._body_bytes / BODY_BYTES_PER_S - took_s
+        if self.flow.read_paused:
+            left_s = BODY_S  # it is us who do not read
+        if left_s > 0:
+            self._wait(left_s)
+        else:
+            self._refuse(408, f"The body is too slow: {self._body_bytes} bytes in {took_s:.0f} s.")
+
+    def _refuse(self, status: int, message: str, headers: str = "") -> None:
+        """Answer in place of the application, unless it has begun to, and close."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body = json_bytes(error_body(message, status))
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{headers}"
+            end = b"connection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head.encode() + end + body)
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.close()
