@@ -122,7 +122,7 @@ class FakeEngine:
     def remove_worker(self, worker: int) -> None:
         pass
 
-    async def show_stacks(self) -> None:
+    async def end_stuck(self) -> None:
         pass
 
     async def flush_cache(self) -> tuple[bool, str]:

@@ -330,7 +330,9 @@ async def test_an_unknown_field_is_a_warning(client: httpx.AsyncClient, stream: 
 async def test_a_warning_is_bounded_and_fit_for_a_header(client: httpx.AsyncClient):
     fields = {f"é\r\nSet-Cookie: {i}" + "x" * 5000: 1 for i in range(1000)}
     for route in (CHAT, COMPLETIONS, GENERATE, "/tokenize"):
-        common: dict[str, Any] = {"prompt": "3"} if route in (COMPLETIONS, "/tokenize") else {"text": "3"}
+        common: dict[str, Any] = (
+            {"prompt": "3"} if route in (COMPLETIONS, "/tokenize") else {"text": "3"}
+        )
         if route == CHAT:
             common = {"messages": USER}
         response = await client.post(route, json=fields | common)

@@ -82,12 +82,13 @@ class EngineClient(EngineLink):
         """That process is gone: abort its requests. Raises EngineDiedError."""
         self._send(WorkerLeft(worker))
 
-    async def show_stacks(self) -> None:
-        """Have the engine process tell on stderr where each of its threads is."""
+    async def end_stuck(self) -> None:
+        """Have the engine process tell on stderr where each of its threads is, and kill it."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(STACKS_SIGNAL)
-            await asyncio.sleep(STACKS_WAIT_S)
+                await asyncio.sleep(STACKS_WAIT_S)
+                self._process.kill()
 
     async def stop(self) -> None:
         """End the engine process; after a grace it is killed. Open requests get an error."""
@@ -125,7 +126,7 @@ class EngineClient(EngineLink):
         while not self._ready.done():
             left_s = self._phase_began_at + most_s - time.monotonic()
             if left_s <= 0:
-                await self.show_stacks()
+                await self.end_stuck()
                 raise EngineDiedError(
                     f"The engine has been at {self._phase!r} for {most_s:g} s, the most that "
                     "--startup-timeout lets a phase of its start take; raise it if the model is "

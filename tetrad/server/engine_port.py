@@ -69,8 +69,8 @@ class EnginePort(Protocol):
 class StartedEngine(EnginePort, Protocol):
     """What the API process that started it may do besides."""
 
-    async def show_stacks(self) -> None:
-        """Have it tell on stderr where each of its threads is."""
+    async def end_stuck(self) -> None:
+        """Have it tell on stderr where each of its threads is, and kill it."""
 
     def add_worker(self, worker: int) -> str:
         """Have it speak to one more API process, by a number never given before; returns the folder

@@ -244,7 +244,7 @@ class Launch:
             return
         reason = f"The engine is stuck: {how} and --watchdog-timeout is {limit_s:g} s."
         self._console.say("The engine is stuck; its threads are at:")
-        await engine.show_stacks()
+        await engine.end_stuck()
         raise EngineDiedError(reason)
 
     def _progress(self, progress: EngineProgress) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError, EngineDiedError, TetradError
+from tetrad.server.beat import SILENCE_LIMIT_S, why_unwell
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import Metrics
 from tetrad.server.model import ServedModel
@@ -17,8 +18,6 @@ from tetrad.server.tally import OPEN, UNANSWERED, Tally
 
 Phase = Literal["starting", "ready", "draining", "dead"]
 
-SILENCE_LIMIT_S = 10.0
-"""An engine not heard of for this long is unhealthy; it speaks at least once a second."""
 RETRY_AFTER_S: dict[Phase, int] = {"starting": 5, "ready": 1, "draining": 30, "dead": 30}
 
 
@@ -35,10 +34,17 @@ class Service:
         self.detail = ""
         """What is being done while starting, or why the engine died."""
         self.started_at = time.time()
+        """By the wall clock, to be shown; whatever is measured goes by the monotonic one."""
+        self._began_at = time.monotonic()
         self.startup_s = 0.0
         self.command: tuple[str, ...] = tuple(sys.argv)
         """How the server was started."""
         self._engine: EnginePort | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since this process began to serve or to start."""
+        return time.monotonic() - self._began_at
 
     @property
     def open_requests(self) -> int:
@@ -56,7 +62,7 @@ class Service:
         self._engine = engine
         self.metrics.watch(engine)
         if is_ready:
-            self.be_ready(time.time() - self.started_at)
+            self.be_ready(self.age_s)
 
     def be_ready(self, startup_s: float) -> None:
         """All of the server is ready, after so long."""
@@ -98,7 +104,7 @@ class Service:
             return f"the engine has been silent for {age_s:.0f} s"
         if (age_s := self._engine.step_age_s) > self.config.watchdog_timeout:
             return f"the engine's step has been running for {age_s:.0f} s"
-        return None
+        return why_unwell(self.tally)
 
     @contextlib.contextmanager
     def admit(self, num_requests: int) -> Iterator[Admission]:

@@ -18,10 +18,11 @@ from tetrad.core.errors import UnsupportedError
 NUM_COLUMNS = 1024
 ROW_BYTES = NUM_COLUMNS * 8
 
-OPEN, UNANSWERED, IS_SERVING = range(3)
+OPEN, UNANSWERED, IS_SERVING, BEAT_AT, LOST_STARTS = range(5)
 """Columns of a process's state: engine requests in flight, those of them without a first token,
-whether it takes connections."""
-FIRST_COUNTER = 3
+whether it takes connections, when its event loop last turned (the machine's monotonic clock), and
+how many of its starts in a row came to nothing."""
+FIRST_COUNTER = 5
 """The column at which counters begin, which never go back."""
 
 
@@ -61,10 +62,11 @@ class Tally:
         """By process."""
         return [row[column] for row in self._rows]
 
-    def bury(self, row: int) -> None:
+    def bury(self, row: int, lost_starts: int = 0) -> None:
         """Its process is gone: nothing is open there. What it counted stays."""
         for column in range(FIRST_COUNTER):
             self._rows[row][column] = 0.0
+        self._rows[row][LOST_STARTS] = lost_starts
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:

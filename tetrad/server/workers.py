@@ -20,7 +20,9 @@ import time
 
 from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.messages import FIRST_WORKER
+from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S
 from tetrad.engine.child import environment
+from tetrad.server.beat import BEAT_S, MOST_LOST_STARTS, Watch
 from tetrad.server.engine_port import StartedEngine
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line
 from tetrad.server.service import Service
@@ -39,6 +41,8 @@ END_GRACE_S = 8.0
 STABLE_S = 30.0
 """A process that lived so long is started anew at once; else after a pause that grows."""
 LONGEST_PAUSE_S = 30.0
+STOPPED_S = 20.0
+"""One whose event loop has not turned for so long serves nobody any more."""
 
 
 def automatic(num_processors: int) -> int:
@@ -58,6 +62,8 @@ class ApiWorkers:
         self._listener = listener
         self._numbers = range(1, service.tally.num_rows)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._joined_at: dict[int, float] = {}
+        """When each that does not serve yet was told to."""
         self._known_as: dict[int, int] = {}
         """The number of each in the engine, another one after each start."""
         self._next_known = itertools.count(FIRST_WORKER + 1)
@@ -66,10 +72,13 @@ class ApiWorkers:
         """Of the server; None until all are ready."""
         self._ending = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
+        self._watcher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start the processes; they load while the engine does."""
         self._keepers = [asyncio.create_task(self._keep(number)) for number in self._numbers]
+        if self._keepers:
+            self._watcher = asyncio.create_task(self._watch())
 
     async def join(self, engine: StartedEngine) -> float:
         """The engine is ready: have all serve, and wait until they do; returns how long the server
@@ -85,7 +94,7 @@ class ApiWorkers:
                 if keeper.done():
                     keeper.result()
             await asyncio.sleep(POLL_S)
-        self._startup_s = time.time() - self._service.started_at
+        self._startup_s = self._service.age_s
         self._tell_all(BeReady(self._startup_s))
         return self._startup_s
 
@@ -102,6 +111,8 @@ class ApiWorkers:
     async def stop(self) -> None:
         """End all; those that take too long are killed."""
         self._ending.set()
+        if self._watcher is not None:
+            self._watcher.cancel()
         for number, process in self._processes.items():
             if self._service.tally.each(IS_SERVING)[number]:
                 self._tell(number, End())
@@ -115,7 +126,7 @@ class ApiWorkers:
 
     async def _keep(self, number: int) -> None:
         """Have a process of that number run until the server ends."""
-        pause_s = 0.0
+        pause_s, num_lost = 0.0, 0
         while not self._ending.is_set():
             begun_at = time.monotonic()
             how = f"API process {number} {await self._run(number)}"
@@ -127,9 +138,35 @@ class ApiWorkers:
                 return
             has_lasted = time.monotonic() - begun_at >= STABLE_S
             pause_s = 0.0 if has_lasted else min(LONGEST_PAUSE_S, 2 * pause_s + 0.1)
-            _log.error("%s; its requests are lost, and it is started anew.", how)
+            num_lost = 0 if has_lasted else num_lost + 1
+            self._service.tally.bury(number, num_lost)
+            _log.error("%s; its requests are lost, and %s.", how, _what_next(num_lost, pause_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause_s)
+
+    async def _watch(self) -> None:
+        """End those that have stopped, so that they are started anew."""
+        limit_s = min(STOPPED_S, self._service.config.watchdog_timeout)
+        watch = Watch(self._service.tally, limit_s)
+        while not self._ending.is_set():
+            await asyncio.sleep(BEAT_S)
+            serving = self._service.tally.each(IS_SERVING)
+            stopped = dict.fromkeys(watch.look(self._processes), f"has not moved for {limit_s:g} s")
+            most_s, now = self._service.config.startup_timeout, time.monotonic()
+            for number, joined_at in self._joined_at.items():
+                if not serving[number] and now - joined_at > most_s:
+                    stopped[number] = f"does not serve {most_s:g} s after its start"
+            for number, how in stopped.items():
+                await self._end_stopped(number, how)
+
+    async def _end_stopped(self, number: int, how: str) -> None:
+        if (process := self._processes.get(number)) is None:
+            return
+        _log.error("API process %d %s; its threads are at:", number, how)
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(STACKS_SIGNAL)
+        await asyncio.sleep(STACKS_WAIT_S)
+        _kill(process)
 
     async def _run(self, number: int) -> str:
         """A process from start to end; returns how it ended."""
@@ -173,12 +210,14 @@ class ApiWorkers:
             known_as = next(self._next_known)
             folder = self._engine.add_worker(known_as)
             self._known_as[number] = known_as
+            self._joined_at[number] = time.monotonic()
             self._tell(number, Join(folder, known_as))
             if self._startup_s is not None:
                 self._tell(number, BeReady(self._startup_s))
 
     def _bury(self, number: int) -> None:
         del self._processes[number]
+        self._joined_at.pop(number, None)
         self._service.tally.bury(number)
         known_as = self._known_as.pop(number, None)
         if known_as is not None and self._engine is not None:
@@ -222,3 +261,13 @@ def _another(listener: socket.socket) -> socket.socket:
 def _death(code: int) -> str:
     """Negative codes are signals."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _what_next(num_lost: int, pause_s: float) -> str:
+    """After so many short lives in a row."""
+    if num_lost < MOST_LOST_STARTS:
+        return "it is started anew"
+    return (
+        f"it is started anew in {pause_s:.1f} s; this was time {num_lost} in a row, and /health "
+        "says so until it serves"
+    )
