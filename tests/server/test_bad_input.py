@@ -281,6 +281,23 @@ async def test_other_models_paths_and_methods(client: httpx.AsyncClient):
     assert response.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/v1/embeddings", "no embeddings"),
+        ("/rerank", "no embeddings"),
+        ("/v1/rerank", "no embeddings"),
+        ("/v1/audio/speech", "reads and writes text"),
+        ("/v1/batches", "keeps no files"),
+    ],
+)
+async def test_routes_of_other_servers_say_why_they_are_not_here(
+    client: httpx.AsyncClient, path: str, reason: str
+):
+    assert reason in sentence(await client.post(path, json={}), 404)
+    assert reason in sentence(await client.get(path), 404)
+
+
 @pytest.mark.parametrize("name", ["self", "args", "context", "range", "strftime_now", "", "a b"])
 async def test_template_variables_have_any_name(client: httpx.AsyncClient, name: str):
     response = await client.post(
@@ -330,11 +347,9 @@ async def test_an_unknown_field_is_a_warning(client: httpx.AsyncClient, stream: 
 async def test_a_warning_is_bounded_and_fit_for_a_header(client: httpx.AsyncClient):
     fields = {f"é\r\nSet-Cookie: {i}" + "x" * 5000: 1 for i in range(1000)}
     for route in (CHAT, COMPLETIONS, GENERATE, "/tokenize"):
-        common: dict[str, Any] = (
-            {"prompt": "3"} if route in (COMPLETIONS, "/tokenize") else {"text": "3"}
-        )
-        if route == CHAT:
-            common = {"messages": USER}
+        common: dict[str, Any] = {"messages": USER} if route == CHAT else {"prompt": "3"}
+        if route == GENERATE:
+            common = {"text": "3"}
         response = await client.post(route, json=fields | common)
         assert response.status_code == 200, response.text
         warning = response.headers[WARNING_HEADER]

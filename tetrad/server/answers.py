@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -20,6 +21,19 @@ from tetrad.server.encoding import DONE, event, json_bytes
 from tetrad.server.failures import body_of
 
 SHARE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How an API ends its streams."""
+
+    end: bytes
+    """After the last event of a stream that did not break."""
+    error: Callable[[TetradError], bytes]
+    """The last event of one that did."""
+
+
+OPENAI = Wire(DONE, lambda error: event(body_of(error)))
 
 
 class LaterJson(Response):
@@ -45,14 +59,16 @@ class LaterJson(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. An error after the first event is an event of its own, and the stream
-    ends without [DONE]."""
+    """Server-sent events. An error after the first event is an event of its own, the last one."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Callable[[], AsyncGenerator[bytes, None]]) -> None:
-        """`events` gives whole events, as bytes; [DONE] is added."""
+    def __init__(
+        self, events: Callable[[], AsyncGenerator[bytes, None]], wire: Wire = OPENAI
+    ) -> None:
+        """`events` gives whole events, as bytes; the wire's end is added."""
         self._events = events
+        self._wire = wire
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
@@ -70,11 +86,12 @@ class EventStream(Response):
                         await self._start(send)
                     await _send_piece(send, piece)
                     await turn.give_way()
-                await _send_piece(send, DONE)
+                if self._wire.end:
+                    await _send_piece(send, self._wire.end)
             except TetradError as error:
                 if not has_started:
                     raise
-                await _send_piece(send, event(body_of(error)))
+                await _send_piece(send, self._wire.error(error))
         await send({"type": "http.response.body", "body": b""})
 
     async def _start(self, send: Send) -> None:

@@ -18,9 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tetrad
 from tetrad.core.errors import CapacityError, RequestError, TetradError
-from tetrad.server import about, chat, completions, native, tokens
+from tetrad.server import about, chat, completions, messages, native, tokens
+from tetrad.server.absent import ABSENT
 from tetrad.server.bodies import WARNING_HEADER, Body
 from tetrad.server.failures import error_response, response_of, route_of
+from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
 from tetrad.server.service import Service
@@ -44,6 +46,8 @@ class Route:
 ROUTES = (
     Route(("POST",), chat.ROUTE, chat.chat, ChatBody),
     Route(("POST",), completions.ROUTE, completions.completions, CompletionBody),
+    Route(("POST",), messages.ROUTE, messages.messages, MessagesBody),
+    Route(("POST",), messages.COUNT_ROUTE, messages.count_tokens, CountBody),
     Route(("GET",), "/v1/models", about.models),
     Route(("GET",), "/v1/models/{name:path}", about.model),
     Route(("POST", "PUT"), native.ROUTE, native.native_generate, GenerateBody),
@@ -118,8 +122,8 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
 
 
 class KeyCheck:
-    """Lets through who brings the key as a bearer token; comparing takes the same time for any
-    wrong one."""
+    """Lets through who brings the key as a bearer token, or as Anthropic's clients do; comparing
+    takes the same time for any wrong one."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -127,10 +131,14 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
+            headers = Headers(scope=scope)
+            given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+            if not hmac.compare_digest(given.encode("latin-1"), self._expected):
                 response = error_response(
-                    "This server needs its API key, as the header Authorization: Bearer KEY.", 401
+                    "This server needs its API key, as the header Authorization: Bearer KEY or "
+                    "x-api-key: KEY.",
+                    401,
+                    path=scope["path"],
                 )
                 await response(scope, receive, send)
                 return
@@ -146,7 +154,7 @@ class _Failures:
         assert isinstance(error, TetradError)
         if isinstance(error, RequestError | CapacityError):
             self._service.metrics.refused(route_of(request))
-        return response_of(error)
+        return response_of(error, request.url.path)
 
 
 async def _of_http(request: Request, error: Exception) -> Response:
@@ -154,13 +162,16 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = ", ".join(route.path for route in ROUTES if "{" not in route.path)
     allowed = (error.headers or {}).get("Allow", "another method")
+    missing = f"There is no {request.url.path[:200]!r} here; there are {known}."
     message = {
-        404: f"There is no {request.url.path[:200]!r} here; there are {known}.",
+        404: ABSENT.get(request.url.path.removeprefix("/v1"), missing),
         405: f"{request.method} is not possible on {request.url.path[:200]!r}; {allowed} is.",
     }.get(error.status_code, str(error.detail))
-    return error_response(message, error.status_code, headers=dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    return error_response(message, error.status_code, headers=headers, path=request.url.path)
 
 
-async def _of_bug(_request: Request, _error: Exception) -> Response:
+async def _of_bug(request: Request, _error: Exception) -> Response:
     """Anything else is a bug of ours; its traceback goes to the log, not to the client."""
-    return error_response("The server failed on this request; its log says why.", 500)
+    message = "The server failed on this request; its log says why."
+    return error_response(message, 500, path=request.url.path)

@@ -18,9 +18,16 @@ def json_bytes(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def event(value: Any) -> bytes:
-    """One event; JSON never holds a raw newline, so it is one line."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+def json_text(value: Any) -> str:
+    """The same as text."""
+    return _encoder.encode(value).decode()
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One event; JSON never holds a raw newline, so its data is one line. `name`, if it has one,
+    stands on a line before."""
+    before = f"event: {name}\n".encode() if name else b""
+    return before + b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 class TextEvent:
@@ -30,9 +37,9 @@ class TextEvent:
     _MARK = uuid.uuid4().hex
     """Stands where the text will; nobody can know it beforehand."""
 
-    def __init__(self, value_of: Callable[[str], Any]) -> None:
+    def __init__(self, value_of: Callable[[str], Any], name: str = "") -> None:
         """`value_of` puts a text into its place in the JSON value."""
-        whole = event(value_of(self._MARK))
+        whole = event(value_of(self._MARK), name)
         self._before, self._after = whole.split(_encoder.encode(self._MARK))
 
     def __call__(self, text: str) -> bytes:

@@ -1,4 +1,5 @@
-"""Errors as HTTP: one shape, OpenAI's, for every route and for streams that break."""
+"""Errors as HTTP, for every route and for streams that break: in OpenAI's shape, or in Anthropic's
+on its routes."""
 
 from __future__ import annotations
 
@@ -20,6 +21,18 @@ _KINDS = {
 }
 
 
+ANTHROPIC_ROUTES = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
 def http_status(error: TetradError) -> int:
     """4xx is the client's to mend, 503 passes, 500 is ours."""
     if isinstance(error, RequestError):
@@ -36,6 +49,12 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
     return {"error": {"message": _shortened(message), "type": kind, "param": field, "code": code}}
 
 
+def anthropic_body(message: str, status: int) -> dict[str, Any]:
+    """{"type": "error", ...} as Anthropic's clients read it."""
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": _shortened(message)}}
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
 
@@ -47,24 +66,31 @@ def body_of(error: TetradError) -> dict[str, Any]:
 
 
 def error_response(
-    message: str, status: int, param: str | None = None, headers: dict[str, str] | None = None
+    message: str,
+    status: int,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+    *,
+    path: str = "",
 ) -> Response:
-    """An error as a whole response."""
+    """An error as a whole response, in the shape of the API that `path` belongs to."""
+    is_anthropic = path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
+    value = anthropic_body(message, status) if is_anthropic else error_body(message, status, param)
     return Response(
-        json_bytes(error_body(message, status, param)),
+        json_bytes(value),
         status_code=status,
         headers=headers,
         media_type="application/json",
     )
 
 
-def response_of(error: TetradError) -> Response:
+def response_of(error: TetradError, path: str = "") -> Response:
     """The response for an error of ours; 503 says when to come back."""
     headers = {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(error.retry_after_s)
     param = error.param if isinstance(error, RequestError) else None
-    return error_response(str(error), http_status(error), param, headers)
+    return error_response(str(error), http_status(error), param, headers, path=path)
 
 
 def route_of(request: Request) -> str:

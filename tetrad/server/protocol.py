@@ -100,6 +100,12 @@ class SamplingFields(ForeignSampling):
         return bool(self.no_stop_trim)
 
 
+def sampling_of(body: SamplingFields) -> dict[str, Any]:
+    """The sampling fields that a body has, to be handed on."""
+    names = body.model_fields_set & SamplingFields.model_fields.keys()
+    return {name: getattr(body, name) for name in names}
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
