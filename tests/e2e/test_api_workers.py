@@ -332,3 +332,17 @@ async def test_the_queue_s_limit_is_of_the_whole_server(tmp_path):
             "max-queued-requests is 3" in s.events[-1]["error"]["message"] for s in refused
         } == {True}
         assert len(streams) - len(refused) == 7
+
+
+def test_a_response_is_found_by_whatever_process_is_asked(shared: Served):
+    """Every request has a connection of its own, which any process may get."""
+    answers: list[dict[str, Any]] = []
+    fields: dict[str, Any] = {"max_output_tokens": 2, "temperature": 0}
+    for number in range(12):
+        before = {"previous_response_id": answers[-1]["id"]} if answers else {}
+        body = {"input": f"What is {number}+1?", **before, **fields}
+        answers.append(shared.post("/v1/responses", body))
+    lengths = [answer["usage"]["input_tokens"] for answer in answers]
+    assert lengths == sorted(set(lengths))
+    for answer in answers:
+        assert all(shared.get(f"/v1/responses/{answer['id']}") == answer for _ in range(3))

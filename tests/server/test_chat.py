@@ -255,6 +255,9 @@ async def test_what_a_request_leaves_out_comes_from_the_model_and_the_context(
     request = engine.seen[0]
     assert request.sampling.temperature == 0.0
     assert request.sampling.max_new_tokens == 256 - len(request.prompt_ids)
+    engine.info["max_total_tokens"] = 128
+    assert (await client.post(ROUTE, json=body())).status_code == 200
+    assert engine.seen[1].sampling.max_new_tokens == 128 - len(request.prompt_ids)
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,13 @@ class ServeConfig(Config):
     api_key: str | None = option(
         None, "Clients must send this key as a bearer token.", env="TETRAD_API_KEY"
     )
+    max_stored_responses: int = option(
+        1024,
+        "Answers of /v1/responses that can be fetched and gone on from, for an hour and in 64 MiB "
+        "at most; 0 stores none.",
+        ge=0,
+        le=65536,
+    )
     strict_api: bool = option(
         False,
         "Refuse a request with a field that nobody knows; else the answer's header "

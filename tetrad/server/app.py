@@ -18,13 +18,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tetrad
 from tetrad.core.errors import CapacityError, RequestError, TetradError
-from tetrad.server import about, chat, completions, messages, native, tokens
+from tetrad.server import (
+    about,
+    chat,
+    completions,
+    messages,
+    native,
+    response_answer,
+    responses,
+    tokens,
+)
 from tetrad.server.absent import ABSENT
 from tetrad.server.bodies import WARNING_HEADER, Body
 from tetrad.server.failures import error_response, response_of, route_of
 from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
+from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.service import Service
 
 OPEN_PATHS = frozenset({"/health"})
@@ -46,6 +56,10 @@ class Route:
 ROUTES = (
     Route(("POST",), chat.ROUTE, chat.chat, ChatBody),
     Route(("POST",), completions.ROUTE, completions.completions, CompletionBody),
+    Route(("POST",), response_answer.ROUTE, responses.create, ResponsesBody),
+    Route(("GET",), responses.ID_ROUTE, responses.fetch),
+    Route(("DELETE",), responses.ID_ROUTE, responses.delete),
+    Route(("POST",), responses.CANCEL_ROUTE, responses.cancel),
     Route(("POST",), messages.ROUTE, messages.messages, MessagesBody),
     Route(("POST",), messages.COUNT_ROUTE, messages.count_tokens, CountBody),
     Route(("GET",), "/v1/models", about.models),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from tetrad.server.session import Delta
 from tetrad.server.tools import ToolDelta
@@ -29,11 +31,21 @@ class Block:
     name: str = ""
     """Of the tool that is called."""
     pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False
+    """Whether the answer's limit ended it."""
 
     @property
     def text(self) -> str:
         """What it says; of a tool call the JSON of its arguments."""
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> Any:
+        """Of a tool call; None if it was cut off."""
+        try:
+            return msgspec.json.decode(self.text)
+        except msgspec.DecodeError:
+            return None
 
 
 class BlockEvent(NamedTuple):
@@ -76,6 +88,8 @@ class BlockReader:
             yield from self._call(call)
             call = next(calls, None)
         if delta.finish is not None:
+            if self._open is not None:
+                self._open.is_cut = delta.finish.reason == "length"
             yield from self._close()
 
     def _call(self, piece: ToolDelta) -> Iterator[BlockEvent]:

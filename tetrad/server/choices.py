@@ -72,11 +72,13 @@ def make_choices(
 
 
 def room_for_answer(service: Service, num_prompt: int, default: int | None = None) -> int:
-    """Tokens an answer may have when the request does not say: `default`, or all that fit.
+    """Tokens an answer may have when the request does not say: `default`, or all that fit into the
+    context and the cache.
 
     At least 1: a prompt that leaves no room is the engine's to refuse, with both lengths.
     """
-    room: int = service.engine.info["context_length"] - num_prompt
+    info = service.engine.info
+    room: int = min(info["context_length"], info["max_total_tokens"]) - num_prompt
     return max(1, room if default is None else min(default, room))
 
 

@@ -35,6 +35,7 @@ from tetrad.server.http import HttpServer
 from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
+from tetrad.server.shelf import Shelf
 from tetrad.server.tally import Tally
 from tetrad.server.workers import ApiWorkers, automatic
 
@@ -144,7 +145,9 @@ class Launch:
         self._console = console
         num_workers = config.api_workers or 1
         tally = Tally() if num_workers == 1 else Tally.shared(num_workers)
-        self._service = Service(config, ServedModel.load(config), tally)
+        num_stored = config.max_stored_responses
+        shelf = None if num_workers == 1 or not num_stored else Shelf.shared(num_stored)
+        self._service = Service(config, ServedModel.load(config), tally, shelf)
         self._told_to_end = asyncio.Event()
         self._told_at = 0.0
 

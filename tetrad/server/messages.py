@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -146,16 +145,8 @@ def _content(block: Block) -> dict[str, Any]:
         "type": "tool_use",
         "id": block.call_id,
         "name": block.name,
-        "input": _arguments(block.text),
+        "input": block.arguments or {},
     }
-
-
-def _arguments(text: str) -> Any:
-    """Those of a call that was cut off are left out."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return {}
 
 
 def _pieces_of(block: Block) -> TextEvent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import time
@@ -14,6 +15,7 @@ from tetrad.server.beat import SILENCE_LIMIT_S, why_unwell
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import Metrics
 from tetrad.server.model import ServedModel
+from tetrad.server.shelf import Shelf
 from tetrad.server.tally import OPEN, UNANSWERED, Tally
 
 Phase = Literal["starting", "ready", "draining", "dead"]
@@ -24,11 +26,23 @@ RETRY_AFTER_S: dict[Phase, int] = {"starting": 5, "ready": 1, "draining": 30, "d
 class Service:
     """State of one API process, which may be one of several."""
 
-    def __init__(self, config: ServeConfig, model: ServedModel, tally: Tally | None = None) -> None:
-        """`tally` is shared by the API processes of a server."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        model: ServedModel,
+        tally: Tally | None = None,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """`tally` and `shelf` are shared by the API processes of a server."""
         self.config = config
         self.model = model
         self.tally = tally or Tally()
+        self.shelf = shelf if config.max_stored_responses else None
+        """Responses that can be asked for again; None if none are kept."""
+        if shelf is None and config.max_stored_responses:
+            self.shelf = Shelf(config.max_stored_responses)
+        self.background: set[asyncio.Task[None]] = set()
+        """Responses that are computed without a connection."""
         self.metrics = Metrics(self.tally)
         self.phase: Phase = "starting"
         self.detail = ""

@@ -1,4 +1,5 @@
-"""A further API process: `python -m tetrad.server.worker --number N --tally FD --listener FD`.
+"""A further API process: `python -m tetrad.server.worker --number N --tally FD --shelf FD
+--listener FD`.
 
 Started by `workers.ApiWorkers` with a pipe as standard input, by which it is told what to do. When
 the pipe closes, the first process is gone and this one ends. Signals of a terminal or a service
@@ -29,6 +30,7 @@ from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, orders
 from tetrad.server.service import Service
+from tetrad.server.shelf import Shelf
 from tetrad.server.tally import IS_SERVING, Tally
 
 LAST_ORDER_WAIT_S = 10.0
@@ -94,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tetrad.server.worker")
     parser.add_argument("--number", required=True, type=int)
     parser.add_argument("--tally", required=True, type=int, metavar="DESCRIPTOR")
+    parser.add_argument("--shelf", required=True, type=int, metavar="DESCRIPTOR")
     parser.add_argument("--listener", required=True, type=int, metavar="DESCRIPTOR")
     arguments = parser.parse_args()
     told = orders(sys.stdin.fileno())
@@ -103,8 +106,10 @@ def main() -> int:
     config = ServeConfig.model_validate_json(begin.config_json)
     set_up_logging(config, f"api-{arguments.number} ")
     tally = Tally(begin.num_workers, arguments.number, arguments.tally)
+    num_stored = config.max_stored_responses
+    shelf = Shelf(num_stored, file=arguments.shelf) if num_stored else None
     try:
-        service = Service(config, ServedModel.load(config), tally)
+        service = Service(config, ServedModel.load(config), tally, shelf)
     except TetradError as error:
         logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - a user's mistake
         return error.exit_code

@@ -184,14 +184,16 @@ class ApiWorkers:
         return _death(code)
 
     async def _spawn(self, number: int) -> asyncio.subprocess.Process:
-        tally = self._service.tally
+        tally, shelf = self._service.tally, self._service.shelf
+        kept = -1 if shelf is None else shelf.file
         with _another(self._listener) as listener:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "tetrad.server.worker", "--number", str(number)),
-                *("--tally", str(tally.file), "--listener", str(listener.fileno())),
+                *("--tally", str(tally.file), "--shelf", str(kept)),
+                *("--listener", str(listener.fileno())),
                 env=environment(),
                 stdin=asyncio.subprocess.PIPE,
-                pass_fds=(tally.file, listener.fileno()),
+                pass_fds=[fd for fd in (tally.file, kept, listener.fileno()) if fd >= 0],
                 start_new_session=True,
             )
         service = self._service

@@ -1,0 +1,217 @@
+"""OpenAI's /v1/responses, translated to a chat: create, fetch, cancel, delete.
+
+Responses are kept for an hour on a shelf that all API processes share, in memory and bounded; the
+oldest go first. What is kept is the response and the messages that a next request goes on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tetrad.core.errors import CapacityError, RequestError, TetradError
+from tetrad.server.answers import EventStream, LaterJson, Wire
+from tetrad.server.blocks import block_id
+from tetrad.server.bodies import read_body
+from tetrad.server.conversation import chat_choices
+from tetrad.server.encoding import event, json_bytes
+from tetrad.server.failures import body_of
+from tetrad.server.response_answer import ROUTE, ResponseAnswer
+from tetrad.server.responses_protocol import (
+    ChatMessages,
+    ResponsesBody,
+    answer_message,
+    chat_of,
+)
+from tetrad.server.service import Service
+from tetrad.server.shelf import Shelf
+
+ID_ROUTE = ROUTE + "/{response_id}"
+CANCEL_ROUTE = ID_ROUTE + "/cancel"
+PREFIX = "resp_"
+MAX_BACKGROUND = 256
+"""Responses that one API process computes without a connection."""
+POLL_S = 0.2
+"""How often a response in the background looks whether it is still wanted."""
+CANCEL_WAIT_S = 2.0
+
+RESPONSES = Wire(b"", lambda error: event({"type": "error", **body_of(error)["error"]}, "error"))
+
+
+class Kept(msgspec.Struct):
+    """What is kept of a response."""
+
+    response: msgspec.Raw
+    messages: ChatMessages | None
+    """None until it has ended well."""
+
+
+class _Status(msgspec.Struct):
+    status: str
+    background: bool
+
+
+async def create(service: Service, request: Request) -> Response:
+    """Answer an input, or go on from a previous response; the answer begins when the response is
+    sent, unless it is computed in the background."""
+    body = await read_body(request, ResponsesBody)
+    service.model.check_name(body.model)
+    before = _before(service.shelf, body.previous_response_id)
+    response_id = block_id("resp")
+    (choice,) = await chat_choices(service, chat_of(body, before), response_id)
+    keeper = _Keeper(service.shelf, body, before)
+    answer = ResponseAnswer(service, body, response_id, choice, keeper.keep)
+    answer.is_stored = keeper.is_wanted
+    if body.background:
+        return _in_background(service, answer, keeper)
+    return EventStream(answer.events, RESPONSES) if body.stream else LaterJson(answer.whole)
+
+
+class _Keeper:
+    """Puts one response on the shelf, if it is to be stored."""
+
+    def __init__(self, shelf: Shelf | None, body: ResponsesBody, before: ChatMessages) -> None:
+        self._shelf = shelf
+        self._body = body
+        self._before = before
+        self.is_wanted = shelf is not None and body.store is not False
+
+    def keep(self, answer: ResponseAnswer) -> None:
+        """As it is now; what is too large is not stored, and says so."""
+        if self._shelf is None or not self.is_wanted:
+            return
+        has_ended_well = answer.status in ("completed", "incomplete")
+        messages = None
+        if has_ended_well:
+            messages = [*self._before, *self._body.own_messages, answer_message(answer.blocks)]
+        value = {"response": answer.value(), "messages": messages}
+        answer.is_stored = self._shelf.put(_name(answer.response_id), json_bytes(value))
+
+
+def _name(response_id: str) -> str:
+    return response_id.removeprefix(PREFIX)
+
+
+def _before(shelf: Shelf | None, response_id: str | None) -> ChatMessages:
+    """The messages that a previous response ended with."""
+    if response_id is None:
+        return []
+    kept = _kept(shelf, response_id, "previous_response_id", 400)
+    if kept.messages is None:
+        status = _status(kept).status
+        raise RequestError(
+            f"The response {response_id[:64]!r} is {status}; only one that has ended well can be "
+            "gone on from.",
+            param="previous_response_id",
+        )
+    return kept.messages
+
+
+def _kept(shelf: Shelf | None, response_id: str, param: str, http_status: int = 404) -> Kept:
+    if shelf is None:
+        raise RequestError(
+            "No responses are stored here (--max-stored-responses 0); send the whole conversation "
+            "as input.",
+            http_status=http_status,
+            param=param,
+        )
+    value = shelf.get(_name(response_id)) if response_id.startswith(PREFIX) else None
+    if value is None:
+        raise RequestError(
+            f"There is no response {response_id[:64]!r}: it was not stored, was deleted, or is "
+            "older than an hour or than many others; send the whole conversation as input.",
+            http_status=http_status,
+            param=param,
+        )
+    return msgspec.json.decode(value, type=Kept)
+
+
+def _status(kept: Kept) -> _Status:
+    return msgspec.json.decode(kept.response, type=_Status)
+
+
+def _in_background(service: Service, answer: ResponseAnswer, keeper: _Keeper) -> Response:
+    if service.shelf is None:
+        raise RequestError(
+            "background needs stored responses, and none are stored here "
+            "(--max-stored-responses 0); leave background out.",
+            param="background",
+        )
+    if len(service.background) >= MAX_BACKGROUND:
+        raise CapacityError(
+            f"{MAX_BACKGROUND} responses run in the background already; try again later, or "
+            "without background."
+        )
+    with service.admit(0):
+        keeper.keep(answer)
+    begun = answer.value()
+    task = asyncio.create_task(_compute(service.shelf, answer))
+    service.background.add(task)
+    task.add_done_callback(service.background.discard)
+    return _json(json_bytes(begun))
+
+
+async def _compute(shelf: Shelf, answer: ResponseAnswer) -> None:
+    """Compute it as long as it is wanted: neither deleted, nor cancelled, nor pushed off the
+    shelf."""
+    work = asyncio.create_task(answer.whole())
+    try:
+        while not (await asyncio.wait((work,), timeout=POLL_S))[0]:
+            if not shelf.is_wanted(_name(answer.response_id)):
+                work.cancel()
+        work.result()
+    except asyncio.CancelledError:
+        if shelf.get(_name(answer.response_id)) is not None:
+            answer.cancel()
+    except TetradError as error:
+        answer.fail(str(error))
+    except Exception:
+        answer.fail("The server failed on this response; its log says why.")
+        raise
+    finally:
+        work.cancel()
+
+
+async def fetch(service: Service, request: Request) -> Response:
+    """A stored response as it is now."""
+    if request.query_params.get("stream") == "true":
+        raise RequestError(
+            "A stored response cannot be streamed again; fetch it without stream.", param="stream"
+        )
+    kept = _kept(service.shelf, request.path_params["response_id"], "response_id")
+    return _json(kept.response)
+
+
+async def cancel(service: Service, request: Request) -> Response:
+    """End a response in the background; one that has ended stays as it is."""
+    response_id = request.path_params["response_id"]
+    kept = _kept(service.shelf, response_id, "response_id")
+    if not _status(kept).background:
+        raise RequestError(
+            "Only a response in the background can be cancelled; close the connection of any "
+            "other.",
+            param="response_id",
+        )
+    assert service.shelf is not None
+    service.shelf.mark(_name(response_id))
+    deadline = asyncio.get_running_loop().time() + CANCEL_WAIT_S
+    while _status(kept).status == "in_progress" and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(POLL_S / 4)
+        kept = _kept(service.shelf, response_id, "response_id")
+    return _json(kept.response)
+
+
+async def delete(service: Service, request: Request) -> Response:
+    """Forget a stored response; one in the background ends."""
+    response_id = request.path_params["response_id"]
+    _kept(service.shelf, response_id, "response_id")
+    assert service.shelf is not None
+    service.shelf.drop(_name(response_id))
+    return _json(json_bytes({"id": response_id, "object": "response", "deleted": True}))
+
+
+def _json(raw: bytes | msgspec.Raw) -> Response:
+    return Response(bytes(raw), media_type="application/json")

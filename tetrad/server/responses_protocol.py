@@ -1,0 +1,280 @@
+"""The body of OpenAI's POST /v1/responses, and what it is as a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tetrad.server.blocks import Block
+from tetrad.server.bodies import Accepted, Body, OpenBody, checked
+from tetrad.server.foreign import ForeignOpenAI, Refused
+from tetrad.server.protocol import LARGEST, ChatBody, Count, SamplingFields, Seed, sampling_of
+
+ChatMessages = list[dict[str, Any]]
+TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+
+class Part(OpenBody):
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Part:
+        if self.type not in TEXTS or self.text is None:
+            raise ValueError(
+                f'a part of type "{self.type}" cannot be read; this model reads text, '
+                'as {"type": "input_text", "text": "..."}'
+            )
+        return self
+
+
+Content = str | Annotated[list[Part], Field(fail_fast=True)] | None
+
+
+class Item(OpenBody):
+    """One item of the input: a message, reasoning, a call, or what came of it."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Content = None
+    summary: Content = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content = None
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Item:
+        needed = _NEEDED.get(self.type)
+        if needed is None:
+            raise ValueError(
+                f'an item of type "{self.type}" cannot be read; here there are {", ".join(_NEEDED)}'
+            )
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f'an item of type "{self.type}" needs {name}')
+        return self
+
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    summary: Accepted = None
+    generate_summary: Accepted = None
+    context: Accepted = None
+    mode: Accepted = None
+
+
+class TextConfig(Body):
+    format: dict[str, Any] | None = None
+    verbosity: Accepted = None
+
+
+class FunctionTool(OpenBody):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_a_function(self) -> FunctionTool:
+        if self.type != "function" or self.name is None:
+            raise ValueError(
+                f'a tool of type "{self.type}" would run here, and nothing does; the client can '
+                'offer its own as {"type": "function", "name": "..."}'
+            )
+        return self
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Accepted = None
+
+
+class ResponsesBody(SamplingFields, ForeignOpenAI):
+    """POST /v1/responses. Sampling fields of SGLang and vLLM are known beside OpenAI's."""
+
+    model: str | None = None
+    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Count | None = None
+    min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
+    seed: Seed | None = None
+    n: int | None = Field(default=None, ge=1, le=1)
+    metadata: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: Accepted = None
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    top_logprobs: Annotated[
+        Any, Refused("is not supported here; /v1/chat/completions has logprobs")
+    ] = None
+    max_tool_calls: Accepted = None
+    background_options: Accepted = None
+    prompt_cache_options: Accepted = None
+    access_programs: Accepted = None
+    moderation: Annotated[Any, Refused("nothing is moderated here; leave this field out")] = None
+    truncation: Annotated[
+        Any, Refused('a conversation is never cut; "disabled" works', ("disabled",))
+    ] = None
+    conversation: Annotated[
+        Any, Refused("there are no stored conversations; use previous_response_id")
+    ] = None
+    prompt: Annotated[Any, Refused("there are no stored prompts; use instructions")] = None
+    context_management: Annotated[
+        Any, Refused("a conversation is never cut; leave this field out")
+    ] = None
+    image: Annotated[Any, Refused("this model reads text; leave this field out")] = None
+
+    @field_validator("include")
+    @classmethod
+    def _no_logprobs(cls, value: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (value or ()):
+            raise ValueError("log-probabilities are not supported here; chat has logprobs")
+        return value
+
+    @model_validator(mode="after")
+    def _can_be_fetched(self) -> ResponsesBody:
+        if self.background and self.store is False:
+            raise ValueError("background needs store, or nobody could fetch the answer")
+        if self.background and self.stream:
+            raise ValueError(
+                "background with stream is not supported; poll GET /v1/responses/{id}, or leave "
+                "one of them out"
+            )
+        return self
+
+    @property
+    def own_messages(self) -> ChatMessages:
+        """The input as messages, without instructions and what came before."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return list(_messages(self.input))
+
+
+def chat_of(body: ResponsesBody, before: ChatMessages) -> ChatBody:
+    """The same as a chat; `before` are the messages of the previous response. Raises
+    RequestError."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    values = sampling_of(body)
+    for name in ("min_tokens", "seed", "tool_choice", "chat_template_kwargs"):
+        if (value := getattr(body, name)) is not None:
+            values[name] = value
+    for name in ("parallel_tool_calls", "priority"):
+        if name in body.model_fields_set:
+            values[name] = getattr(body, name)
+    if body.max_output_tokens is not None:
+        values["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        values["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        values["response_format"] = _format(body.text.format)
+    if body.tools:
+        values["tools"] = [_tool(tool) for tool in body.tools]
+    if isinstance(body.tool_choice, dict) and "name" in body.tool_choice:
+        function = {"name": body.tool_choice["name"]}
+        values["tool_choice"] = {"type": "function", "function": function}
+    return checked(ChatBody, values | {"messages": system + before + body.own_messages})
+
+
+def _format(form: dict[str, Any]) -> dict[str, Any]:
+    """Chat nests what responses have flat."""
+    rest = {name: value for name, value in form.items() if name != "type"}
+    return {"type": form.get("type"), "json_schema": rest} if rest else form
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    function = tool.model_dump(
+        include={"name", "description", "parameters", "strict"}, exclude_none=True
+    )
+    return {"type": "function", "function": function}
+
+
+def _text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text or "" for part in content or ())
+
+
+def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+    """Reasoning, text and calls of one turn of the assistant are one message."""
+    turn: dict[str, Any] = {}
+    for item in items:
+        begins_turn = not _continues(turn, item)
+        if turn and begins_turn:
+            yield turn
+        if begins_turn:
+            turn = {"role": "assistant", "content": ""} if _is_assistants(item) else {}
+        if item.type == "function_call_output":
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        elif not _is_assistants(item):
+            yield {"role": item.role, "content": _text(item.content)}
+        else:
+            _extend(turn, item)
+    if turn:
+        yield turn
+
+
+def _is_assistants(item: Item) -> bool:
+    return item.type in ("reasoning", "function_call") or item.role == "assistant"
+
+
+def _continues(turn: dict[str, Any], item: Item) -> bool:
+    if not turn or not _is_assistants(item):
+        return False
+    if item.type == "function_call":
+        return True
+    if item.type == "reasoning":
+        return not turn["content"] and "tool_calls" not in turn
+    return "tool_calls" not in turn
+
+
+def _extend(turn: dict[str, Any], item: Item) -> None:
+    if item.type == "reasoning":
+        text = _text(item.content) or _text(item.summary)
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    elif item.type == "function_call":
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    else:
+        turn["content"] += _text(item.content)
+
+
+def answer_message(blocks: Sequence[Block]) -> dict[str, Any]:
+    """An answer as the message that the next request goes on from."""
+    texts = {
+        kind: "".join(block.text for block in blocks if block.kind == kind)
+        for kind in ("reasoning", "text")
+    }
+    message: dict[str, Any] = {"role": "assistant", "content": texts["text"]}
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
+    calls = [
+        {
+            "id": block.call_id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.text},
+        }
+        for block in blocks
+        if block.kind == "tool" and block.arguments is not None
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
