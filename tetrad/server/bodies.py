@@ -9,6 +9,7 @@ misspelt `temprature` would else be an answer at another temperature.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -20,6 +21,7 @@ from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from starlette.requests import ClientDisconnect, Request
 
 from tetrad.core.errors import RequestError, nearest
+from tetrad.server.weight import HELD, LIGHT_BYTES, check_weight
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 WARNING_HEADER = "X-Tetrad-Warning"
@@ -64,12 +66,20 @@ BodyType = TypeVar("BodyType", bound=Body)
 async def read_body(request: Request, body_type: type[BodyType]) -> BodyType:
     """The validated body. Raises RequestError (400 or 413) with a sentence and the field. Unknown
     fields become `request.state.warnings`, or a RequestError too if `app.state.is_strict`."""
-    raw = await _read(request)
+    raw = bytearray()
     try:
+        await _read(request, raw)
+        await check_weight(raw)
         body = body_type.model_validate_json(raw)
     except ValidationError as error:
         raise _request_error(error) from None
-    told = [_unknown(*found) for found in islice(_unknown_fields(body, ""), MAX_WARNINGS)]
+    finally:
+        HELD.drop(len(raw))
+
+    def unknown() -> list[tuple[str, str]]:
+        return [_unknown(*found) for found in islice(_unknown_fields(body, ""), MAX_WARNINGS)]
+
+    told = unknown() if len(raw) <= LIGHT_BYTES else await asyncio.to_thread(unknown)
     if told and request.app.state.is_strict:
         sentence, name = told[0]
         raise RequestError(f"{sentence} The server runs with --strict-api.", param=name)
@@ -108,19 +118,18 @@ def _unknown(path: str, name: str, kind: type[Body]) -> tuple[str, str]:
     )
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, raw: bytearray) -> None:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
-    raw = bytearray()
     try:
         async for piece in request.stream():
-            raw += piece
-            if len(raw) > MAX_BODY_BYTES:
+            if len(raw) + len(piece) > MAX_BODY_BYTES:
                 raise _too_large()
+            HELD.grow(len(raw), len(raw) + len(piece))
+            raw += piece
     except ClientDisconnect:
         raise RequestError("The connection was closed before the body was complete.") from None
-    return bytes(raw)
 
 
 def _too_large() -> RequestError:

@@ -12,6 +12,7 @@ import asyncio
 import time
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tetrad.server.encoding import json_bytes
@@ -26,8 +27,8 @@ MAX_HEAD_BYTES = 65536
 FRAMING = 16
 """Bytes that may come for each byte of a body that is sent in chunks."""
 BODY_S = 20.0
-BODY_BYTES_PER_S = 4096
-"""A body may take so long, and as much longer as it needs at this rate."""
+BODY_BYTES_PER_S = 65536
+"""A body may pause for so long, and take so long and what it needs at this rate in all."""
 REST_S = 5.0
 """What is still sent of a body after its answer is read for so long: a client whose bytes are
 refused by the system may not read the answer."""
@@ -45,7 +46,7 @@ class Connection(HttpToolsProtocol):
         self._has_begun = False
         """Whether the next request's first byte is here."""
         self._request_bytes = self._body_bytes = 0
-        self._body_began_at = 0.0
+        self._body_began_at = self._body_grew_at = 0.0
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -63,14 +64,11 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse, and look at what has come besides bodies."""
         self._request_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         others = self._request_bytes - self._body_bytes
         if others > MAX_HEAD_BYTES + FRAMING * self._body_bytes and not self._is_closing:
             self._refuse(431, f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
-
-    def send_400_response(self, msg: str) -> None:
-        """The parser has given up."""
-        self._refuse(400, msg)
 
     def on_message_begin(self) -> None:
         """The headers have some time."""
@@ -85,18 +83,23 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The body has some time."""
+        if self._asks_for_upgrade:
+            return
         self._is_in_head = False
-        self._body_began_at = time.monotonic()
+        self._body_began_at = self._body_grew_at = time.monotonic()
         self._wait(BODY_S)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """What has come buys time for the rest."""
         self._body_bytes += len(body)
+        self._body_grew_at = time.monotonic()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is whole; the next one has not begun."""
+        if self._asks_for_upgrade:
+            return
         self._is_in_head, self._has_begun = True, False
         self._request_bytes = self._body_bytes = 0
         self._wait(None)
@@ -133,6 +136,31 @@ class Connection(HttpToolsProtocol):
     def _is_closing(self) -> bool:
         return self.transport.is_closing()
 
+    @property
+    def _asks_for_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._asks_for_upgrade:
+                self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(400, "This is no HTTP/1.1 request that can be read.")
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Go on as if the client, such as Java's, had not asked for another protocol: the parser
+        has dropped the body of such a request."""
+        head = [b"%s %s HTTP/1.1\r\n" % (self.parser.get_method(), self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(t for t in value.split(b",") if t.strip().lower() != b"upgrade")
+            if name != b"upgrade":
+                head.append(b"%s: %s\r\n" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"".join(head) + b"\r\n" + rest)
+
     def _has_read(self) -> None:
         if self._writing is not None:
             self._writing.cancel()
@@ -155,8 +183,12 @@ class Connection(HttpToolsProtocol):
             self._late_body()
 
     def _late_body(self) -> None:
-        took_s = time.monotonic() - self._body_began_at
-        left_s = BODY_S + self._body_bytes / BODY_BYTES_PER_S - took_s
+        now = time.monotonic()
+        took_s = now - self._body_began_at
+        left_s = min(
+            BODY_S + self._body_bytes / BODY_BYTES_PER_S - took_s,
+            self._body_grew_at + BODY_S - now,
+        )
         if self.flow.read_paused:
             left_s = BODY_S  # it is us who do not read
         if left_s > 0:

@@ -17,8 +17,10 @@ from tetrad.server.service import Service
 from tetrad.server.session import Session
 from tetrad.server.tools import ToolParser
 
-LONG_CONVERSATION = 500
-"""Messages and tools."""
+SHORT_CONVERSATION = 32
+SHORT_CHARACTERS = 16_384
+"""Rendering no more messages and characters than these, and no tools, takes less than a
+millisecond."""
 
 
 async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:
@@ -51,8 +53,8 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
 
 
 async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]:
-    """The rendered messages and their tokens; many are rendered in a thread, so that other requests
-    do not wait. Raises RequestError."""
+    """The rendered messages and their tokens; long ones are rendered in a thread, so that other
+    requests do not wait. Raises RequestError."""
     model, tools = service.model, body.active_tools
     end: End = "open" if body.continue_final_message else "turn" if body.opens_turn else "closed"
 
@@ -60,11 +62,16 @@ async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]
         messages = [message.for_template() for message in body.messages]
         return model.render(messages, tools or None, _template_variables(body), end)
 
-    is_long = len(body.messages) + len(tools) > LONG_CONVERSATION
-    prompt = await asyncio.to_thread(render) if is_long else render()
+    prompt = render() if _is_short(body) else await asyncio.to_thread(render)
     context_tokens = service.engine.info["context_length"]
     (ids,) = await model.encode([prompt], add_special_tokens=False, context_tokens=context_tokens)
     return prompt, ids
+
+
+def _is_short(body: ChatBody) -> bool:
+    if body.tools or len(body.messages) > SHORT_CONVERSATION:
+        return False
+    return sum(len(message.text) for message in body.messages) <= SHORT_CHARACTERS
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:

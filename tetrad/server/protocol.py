@@ -29,6 +29,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_CHOICES_PER_PROMPT = 128
 MAX_BIASED_TOKENS = 4096
 MAX_PROMPTS = 1024
+MAX_TOOLS = 1024
 
 
 def _check_stop(stop: str | list[str]) -> str | list[str]:
@@ -263,7 +264,7 @@ class ChatBody(OpenAIBody, ForeignChat):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -23,7 +23,7 @@ MAX_TOKENS = 1 << 18
 """Of one request to /detokenize: more than any context."""
 MAX_CHARACTERS = 1 << 21
 """Of all texts of one request to /tokenize."""
-MANY_TOKENS, MANY_MESSAGES = 4096, 500
+MANY_TOKENS, MANY_MESSAGES = 4096, 32
 """From there on a thread does it."""
 
 
