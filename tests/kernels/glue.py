@@ -63,7 +63,7 @@ def glm_case(name: str, num_tokens: int) -> Case:
     """GLM-5's sizes: hidden 6144, 256 experts of which 8 are chosen, 154880 tokens."""
     values: dict[str, dict[str, Any]] = {
         "rms_norm": {"W": 6144, "eps": 1e-5},
-        "add_rms_norm": {"W": 6144, "eps": 1e-5},
+        "add_rms_norm": {"W": 6144, "eps": 1e-5, "more": True},
         "latents": {
             "P": 80,
             "Q": 2048,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ TILES = [
     *(
         pytest.param(gluon_backend.grouped, tile, id=f"gluon-{tile.block}")
         for tile in dict.fromkeys(tile for _, tile in GLUON_TILES)
+    ),
+    *(
+        pytest.param(gluon_backend.grouped, replace(GLUON_TILES[0][1], parts=n), id=f"gluon-16x{n}")
+        for n in (2, 4)
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tetrad.kernels.experts import triton as triton_backend
 from tetrad.kernels.experts import triton_packing
 from tetrad.kernels.experts.grouping import Grouping
 from tetrad.kernels.experts.tiles import (
+    GLUON_PARTS,
     GLUON_TILES,
     TRITON_HOPPER_TILES,
     TRITON_OTHER_TILES,
@@ -40,9 +42,11 @@ pytest.importorskip("triton")
 TRITON_SHAPES = [tile for _, tile in TRITON_HOPPER_TILES]
 OTHER_SHAPES = [tile for _, tile in TRITON_OTHER_TILES]
 GLUON_SHAPES = dict.fromkeys(tile for _, tile in GLUON_TILES)
+IN_PARTS = [replace(GLUON_TILES[0][1], parts=parts) for _, parts in GLUON_PARTS]
 HOPPER_CASES = [
     *(pytest.param(triton_backend.grouped, t, id=f"triton-{t.block}") for t in TRITON_SHAPES),
     *(pytest.param(gluon_backend.grouped, t, id=f"gluon-{t.block}") for t in GLUON_SHAPES),
+    *(pytest.param(gluon_backend.grouped, t, id=f"gluon-16x{t.parts}") for t in IN_PARTS),
 ]
 OTHER_CASES = [
     pytest.param(capability, tile, id=f"{capability}-{tile.block}")

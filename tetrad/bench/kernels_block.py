@@ -28,6 +28,7 @@ from tetrad.kernels.route import check as route
 from tetrad.kernels.select import OP_NAMES, OpSet
 from tetrad.kernels.shapes import Load
 from tetrad.layers.moe import Moe
+from tetrad.layers.norm import formed
 from tetrad.layers.source import WeightLedger, WeightSource
 
 NAME = "moe_block"
@@ -152,7 +153,7 @@ def _without_ties(x: Tensor, layer: DrawnLayer) -> Tensor:
 
 
 def _run(x: Tensor, residual: Tensor, weight: Moe) -> Tensor:
-    return weight(x, residual)
+    return formed(weight(x, residual))
 
 
 def _prepare_for(experts: Backend) -> Any:

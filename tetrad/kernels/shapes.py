@@ -55,6 +55,11 @@ def _rms_norm(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
     return [case(f"hidden {arch.hidden}", T=load.tokens, W=arch.hidden, eps=arch.norm_eps)]
 
 
+def _add_rms_norm(arch: ModelArch, ranks: Ranks, load: Load) -> list[Case]:
+    values = {"T": load.tokens, "W": arch.hidden, "eps": arch.norm_eps, "more": ranks.attn_dp > 1}
+    return [Case(f"hidden {arch.hidden}", values)]
+
+
 def _latents(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
     mla, index = arch.mla, arch.indexer
     values = {
@@ -280,7 +285,7 @@ def _sample(arch: ModelArch, _ranks: Ranks, load: Load) -> list[Case]:
 
 _RULES: Mapping[str, Callable[[ModelArch, Ranks, Load], list[Case]]] = {
     "rms_norm": _rms_norm,
-    "add_rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
     "latents": _latents,
     "rope": _rope,
     "head_linear": _head_linear,

@@ -11,7 +11,7 @@ from tetrad.layers.mla import MlaAttention
 from tetrad.layers.mlp import Mlp
 from tetrad.layers.moe import Moe
 from tetrad.layers.moe_ranks import moe_of
-from tetrad.layers.norm import RmsNorm
+from tetrad.layers.norm import Hidden, RmsNorm, Sum
 from tetrad.layers.rope import Rotation
 from tetrad.layers.source import WeightSource
 
@@ -32,15 +32,14 @@ class DecoderLayer:
 
     def __call__(
         self,
-        hidden: Tensor,
+        hidden: Hidden,
         batch: ForwardBatch,
         rotation: Rotation,
         cache: KvCache,
         selected: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Hidden, Tensor | None]:
         """hidden [T, D] to [T, D], and the key choice that holds after this layer."""
-        attended, selected = self.attention(
-            self.attention_norm(hidden), batch, rotation, cache, selected
-        )
-        hidden, normed = self.mlp_norm.of_sum(self.others.all_reduce(attended), hidden)
-        return self.mlp(normed, hidden, batch.is_padding), selected
+        before, normed = self.attention_norm.of(hidden)
+        attended, selected = self.attention(normed, batch, rotation, cache, selected)
+        after, normed = self.mlp_norm.of(Sum(self.others.all_reduce(attended), before))
+        return self.mlp(normed, after, batch.is_padding), selected

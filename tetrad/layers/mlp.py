@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tetrad.formats.weights import Weight
 from tetrad.layers.linear import Linear
+from tetrad.layers.norm import Sum
 from tetrad.layers.source import WeightSource
 
 
@@ -34,6 +35,6 @@ class Mlp:
         self.down = Linear(source, "down_proj", hidden, intermediate)
         self.others = source.others
 
-    def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Sum:
         """[T, D] and [T, D] to [T, D]. Padding is computed: here it reads no weights of its own."""
-        return residual + self.others.all_reduce(self.down(self.gate_up(x)))
+        return Sum(self.others.all_reduce(self.down(self.gate_up(x))), residual)

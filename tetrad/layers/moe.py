@@ -16,6 +16,7 @@ from tetrad.core.arch import ModelArch, MoeArch
 from tetrad.formats.weights import Weight
 from tetrad.layers.linear import Linear
 from tetrad.layers.mlp import GateUp
+from tetrad.layers.norm import Hidden
 from tetrad.layers.source import WeightSource
 
 Front = tuple[Tensor, Tensor, Tensor]
@@ -112,7 +113,7 @@ class Moe:
             ids = ids.masked_fill(is_padding, -1)
         return weights, ids, hidden
 
-    def __call__(self, x: Tensor, residual: Tensor, is_padding: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, is_padding: Tensor | None = None) -> Hidden:
         """[T, D] and [T, D] to [T, D]: summed in fp32 by the experts' last kernel, rounded once."""
         weights, ids, hidden = self.route(x, is_padding)
         y: Tensor = self.experts_op(x, self.experts, ids, weights, self.down(hidden), residual)

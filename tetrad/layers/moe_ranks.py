@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tetrad.core.arch import ModelArch
 from tetrad.layers.moe import Moe
+from tetrad.layers.norm import Sum
 from tetrad.layers.source import WeightSource
 
 
@@ -21,11 +22,11 @@ class SplitMoe(Moe):
         self.others = source.others
         super().__init__(arch, source, self.others.ranks.held(arch.moe.num_experts))
 
-    def __call__(self, x: Tensor, residual: Tensor, is_padding: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, is_padding: Tensor | None = None) -> Sum:
         """[T, D] and [T, D] to [T, D]."""
         weights, ids, hidden = self.route(x, is_padding)
         part: Tensor = self.experts_op(x, self.experts, ids, weights, self.down(hidden), None)
-        return residual + self.others.all_reduce(part)
+        return Sum(self.others.all_reduce(part), residual)
 
 
 class ExchangingMoe(Moe):
@@ -37,13 +38,13 @@ class ExchangingMoe(Moe):
         super().__init__(arch, source, held, sends_rows=True)
         self.exchange = self.others.exchange(arch.moe)
 
-    def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Sum:
         """[T, D] and [T, D] to [T, D], of the own rows. Padding goes to experts like any row."""
         weights, ids, hidden = self.front(x)
         rows, local_ids, slot_weights = self.exchange.dispatch(x, ids, weights)
         part = self.experts_op(rows, self.experts, local_ids, slot_weights, None, None)
-        shared = residual + self.others.all_reduce(self.down(hidden))
-        return shared + self.exchange.combine(part)
+        shared = self.others.all_reduce(self.down(hidden))
+        return Sum(self.exchange.combine(part), residual, shared)
 
 
 def moe_of(arch: ModelArch, source: WeightSource) -> Moe:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tetrad.core.arch import ModelArch
 from tetrad.layers.embedding import Embedding
-from tetrad.layers.norm import RmsNorm
+from tetrad.layers.norm import Hidden, RmsNorm, formed
 from tetrad.layers.source import WeightSource
 
 
@@ -32,9 +32,10 @@ class OutputHead:
         self.product = source.ops.router if source.can_join([stored]) else source.ops.linear
         self.weight = source.prepared([stored], self.product)
 
-    def __call__(self, hidden: Tensor, logit_rows: Tensor) -> Tensor:
+    def __call__(self, hidden: Hidden, logit_rows: Tensor) -> Tensor:
         """[T, D] to fp32 logits [R, V]."""
-        rows = self.others.gather_rows(self.norm(hidden[logit_rows]))
+        _, normed = self.norm.of(hidden[logit_rows])
+        rows = self.others.gather_rows(normed)
         return self.others.join_vocab(self.product(rows, self.weight)).float()
 
 
@@ -44,10 +45,11 @@ class Handover:
     def __init__(self, source: WeightSource) -> None:
         self.others = source.others
 
-    def __call__(self, hidden: Tensor, _logit_rows: Tensor) -> Tensor:
+    def __call__(self, hidden: Hidden, _logit_rows: Tensor) -> Tensor:
         """[T, D], as it was handed on."""
-        self.others.send(hidden)
-        return hidden
+        rows = formed(hidden)
+        self.others.send(rows)
+        return rows
 
 
 def beginning_of(arch: ModelArch, source: WeightSource) -> Embedding | Received:

@@ -13,6 +13,7 @@ from tetrad.core.arch import ModelArch
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.decoder import DecoderLayer
+from tetrad.layers.norm import Hidden
 from tetrad.layers.rope import Rope
 from tetrad.layers.source import WeightSource
 from tetrad.layers.stages import beginning_of, end_of
@@ -44,7 +45,7 @@ class Model(ABC):
         return self.output(self.forward(batch, cache), batch.logit_rows)
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Hidden:
         """Hidden states [T, D] before the final norm; writes the step's keys to `cache`."""
 
     @property

@@ -7,19 +7,18 @@ layer owns an indexer, so no choice of keys is handed on.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
+from tetrad.layers.norm import Hidden
 from tetrad.models.base import Model
 
 
 class DeepseekV32(Model):
     """Each layer chooses its own keys."""
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Hidden:
         """[T, D]."""
-        hidden = self.embed(batch.token_ids)
+        hidden: Hidden = self.embed(batch.token_ids)
         rotation = self.rope(batch.positions)
         for layer in self.layers:
             hidden, _ = layer(hidden, batch, rotation, cache)

@@ -7,19 +7,18 @@ the layers after one read the keys it chose.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
+from tetrad.layers.norm import Hidden
 from tetrad.models.base import Model
 
 
 class GlmMoeDsa(Model):
     """The choice of keys travels along the layers."""
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Hidden:
         """[T, D]."""
-        hidden = self.embed(batch.token_ids)
+        hidden: Hidden = self.embed(batch.token_ids)
         rotation = self.rope(batch.positions)
         selected = None
         for layer in self.layers:

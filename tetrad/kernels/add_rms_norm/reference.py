@@ -8,9 +8,14 @@ from tetrad.kernels.backend import Backend
 from tetrad.kernels.rms_norm.reference import run as rms_norm
 
 
-def run(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def run(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One after the other."""
-    total = x + residual
+    if more is None:
+        total = x + residual
+    else:
+        total = (x.float() + (residual.float() + more.float())).to(x.dtype)
     return total, rms_norm(total, weight, eps)
 
 

@@ -11,29 +11,36 @@ from tetrad.kernels.triton_support import jit, next_power_of_2, row_warps, tl, w
 
 @jit()
 def add_rms_norm_kernel(
-    x, residual, weight, total, normed, eps, x_stride, residual_stride,
+    x, residual, more, weight, total, normed, eps, x_stride, residual_stride, more_stride,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What is normed is the sum as later layers will read it."""
+    """What is normed is the sum as later layers will read it. `more` may be None."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     is_inside = column < WIDTH
     value = tl.load(x + row * x_stride + column, mask=is_inside, other=0.0).to(tl.float32)
     before = tl.load(residual + row * residual_stride + column, mask=is_inside, other=0.0)
+    before = before.to(tl.float32)
+    if more is not None:
+        third = tl.load(more + row * more_stride + column, mask=is_inside, other=0.0)
+        before += third.to(tl.float32)
     scale = tl.load(weight + column, mask=is_inside, other=0.0).to(tl.float32)
-    after = (value + before.to(tl.float32)).to(total.dtype.element_ty)
+    after = (value + before).to(total.dtype.element_ty)
     tl.store(total + row * WIDTH + column, after, mask=is_inside)
     result = normalised(after.to(tl.float32), scale, eps, WIDTH)
     tl.store(normed + row * WIDTH + column, result.to(normed.dtype.element_ty), mask=is_inside)
 
 
-def run(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Columns of `x` and `residual` must lie side by side."""
+def run(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Columns of each addend must lie side by side."""
     num_rows, width = x.shape
     total, normed = x.new_empty(num_rows, width), x.new_empty(num_rows, width)
     columns = next_power_of_2(width)
     add_rms_norm_kernel[(num_rows,)](
-        x, residual, weight, total, normed, eps, x.stride(0), residual.stride(0), width, columns,
+        x, residual, more, weight, total, normed, eps,
+        x.stride(0), residual.stride(0), 0 if more is None else more.stride(0), width, columns,
         num_warps=row_warps(columns),
     )  # fmt: skip
     return total, normed

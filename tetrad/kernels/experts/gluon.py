@@ -15,8 +15,10 @@ hold for all warps before any of them refills.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tetrad.core.hardware import DeviceSnapshot
@@ -34,12 +36,14 @@ from tetrad.kernels.experts.gluon_parts import (
     gluon,
     hopper,
     in_turn,
+    is_last_part,
     item_of,
     jit,
     refill,
     rows_of,
     size_of,
     store,
+    sum_of_parts,
     token_at,
     token_ring,
     wait,
@@ -48,9 +52,18 @@ from tetrad.kernels.experts.gluon_parts import (
 from tetrad.kernels.experts.gluon_persistent import persistent_product
 from tetrad.kernels.experts.grouping import Grouping, in_groups
 from tetrad.kernels.experts.issued import issued_by_triton, issued_flops
-from tetrad.kernels.experts.packing import GRANULE_COLUMNS
+from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS
 from tetrad.kernels.experts.prepared import GroupedExperts, Operand, Prepared, prepare
-from tetrad.kernels.experts.tiles import GLUON_TILES, HOPPER, TileShape, fitted, tile_for
+from tetrad.kernels.experts.tiles import (
+    GLUON_TILES,
+    HOPPER,
+    TileShape,
+    experts_used,
+    fitted,
+    parts_for,
+    tile_for,
+)
+from tetrad.kernels.sort_tokens.contract import max_tiles
 
 
 @jit()
@@ -116,16 +129,17 @@ def _steps(
 
 @jit()
 def _tile(
-    x_at, num_tokens, at, rows, first, factors, out, column, by,
+    x_at, num_tokens, at, rows, first, factors, out, column, by, part, sums, arrived,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    ROWS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr,
-    num_warps: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr,
+    UNIT: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr,
+    PTX: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One item of BM + MORE rows, from the first copy to the last store.
+    """One item of BM + MORE rows, or one of its PARTS, from the first copy to the last store.
 
-    `x_at` is where x has its first columns; `at`, where words, scales and ROWS token rows begin.
+    `x_at` is where x has the first columns; `at`, where words, scales and ROWS token rows begin.
     """
+    gl.static_assert(PARTS == 1 or MORE == 0)
     POSITION: gl.constexpr = gl.SliceLayout(1, rows_of(64, num_warps))
     w_ring, s_ring = weight_rings(STAGES * UNIT)
     first_ring = token_ring(STAGES * UNIT, BM)
@@ -140,9 +154,13 @@ def _tile(
         more_at = token_at(num_tokens, rows, position, IN, SLOTS, IS_GATE_UP)
     acc, acc_more = _steps(
         x_at, (at[0], at[1], first_at, more_at), (w_ring, s_ring, first_ring, more_ring), by,
-        IN // 64, BM, MORE, UNIT, STAGES, IN_FLIGHT, FENCE, PTX, num_warps,
+        IN // 64 // PARTS, BM, MORE, UNIT, STAGES, IN_FLIGHT, FENCE, PTX, num_warps,
     )  # fmt: skip
-    store(acc, rows, first, factors, out, column, OUT, IS_GATE_UP, BM, num_warps)
+    if PARTS == 1:
+        store(acc, rows, first, factors, out, column, OUT, IS_GATE_UP, BM, num_warps)
+    elif is_last_part(acc, sums, arrived, part, PARTS, BM, num_warps):
+        acc = sum_of_parts(sums, PARTS, BM, num_warps)
+        store(acc, rows, first, factors, out, column, OUT, IS_GATE_UP, BM, num_warps)
     if MORE > 0:
         store(acc_more, rows, first + BM, factors, out, column, OUT, IS_GATE_UP, MORE, num_warps)
 
@@ -153,13 +171,16 @@ def _tile(
 )
 def grouped_product(
     x, words, scales, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
-    two, eight, sixteen,
+    two, eight, sixteen, sums, arrived,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    BLOCK: gl.constexpr, SIZES: gl.constexpr, IS_REST: gl.constexpr, UNIT: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr,
-    PTX: gl.constexpr, num_warps: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK: gl.constexpr, SIZES: gl.constexpr, IS_REST: gl.constexpr,
+    UNIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr,
+    FENCE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`triton.grouped_product` for packed weights, one item a program.
+    """`triton.grouped_product` for packed weights, PARTS programs for each item.
+
+    Each takes its share of the matrix's columns, and the last to end adds up what all left in
+    `sums`, fp32 [items, PARTS, 128, ROWS]; `arrived`, int32 [items], counts them from 0.
 
     SIZES are those of a `TileShape`: the last is the whole tile, each tile takes the smallest that
     holds its rows. Tiles lie BLOCK positions apart; with IS_REST, those of more than small_block
@@ -167,20 +188,22 @@ def grouped_product(
     FACTORS.
     """
     NUM_COLUMNS: gl.constexpr = OUT // (64 if IS_GATE_UP else 128)
-    gl.static_assert(IN // 64 % 2 == 0)
+    STEPS: gl.constexpr = IN // 64 // PARTS
+    gl.static_assert(STEPS * PARTS * 64 == IN and STEPS % 2 == 0)
     ROWS: gl.constexpr = SIZES[-1][0]
-    tile, column, expert = item_of(
-        gl.program_id(0), tile_expert, num_tiles, NUM_COLUMNS, GROUP, IS_REST
-    )
+    item = gl.program_id(0) // PARTS
+    part = gl.program_id(0) % PARTS
+    tile, column, expert = item_of(item, tile_expert, num_tiles, NUM_COLUMNS, GROUP, IS_REST)
     TOKENS: gl.constexpr = rows_of(64, num_warps)
     x_at = x + gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS)).expand_dims(0)
+    x_at += part * (STEPS * 64)
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TOKENS))
     first = tile * BLOCK
     # before the tests, so that most tiles need not wait for the expert and their size
     first_at = token_at(num_tokens, rows, first + token, IN, SLOTS, IS_GATE_UP)
     size = size_of(rows, first, SIZES)
     if expert >= 0:
-        start = (expert * NUM_COLUMNS + column) * (IN // 64)
+        start = (expert * NUM_COLUMNS + column) * (IN // 64) + part * STEPS
         w_at = words + start * 512 + gl.arange(0, 512, layout=in_turn(2, num_warps))
         s_at = scales + start * 128 + gl.arange(0, 128, layout=in_turn(1, num_warps))
         factors = factors_of(global_scale, expert, IS_GATE_UP)
@@ -188,9 +211,9 @@ def grouped_product(
             if size == each:
                 _tile(
                     x_at, num_tokens, (w_at, s_at, first_at), rows, first, factors, out, column,
-                    (two, eight, sixteen),
-                    OUT, IN, SLOTS, IS_GATE_UP, ROWS, SIZES[each][0], SIZES[each][1], UNIT, STAGES,
-                    IN_FLIGHT, FENCE, PTX, num_warps,
+                    (two, eight, sixteen), part, sums + item * (PARTS * 128 * ROWS), arrived + item,
+                    OUT, IN, SLOTS, IS_GATE_UP, PARTS, ROWS, SIZES[each][0], SIZES[each][1], UNIT,
+                    STAGES, IN_FLIGHT, FENCE, PTX, num_warps,
                 )  # fmt: skip
 
 
@@ -199,24 +222,38 @@ def grouped(
 ) -> None:
     """Launch one grouped product."""
     tile = grouping.tile
-    if tile.down is not None and not is_gate_up:
-        tile = tile.down
+    if not is_gate_up:
+        tile = tile.down or replace(tile, parts=1)
     num_items = len(grouping.tile_expert) * weights.num_columns
     if not tile.is_persistent:
         sizes = _sizes(tile) | {"BLOCK": tile.block, "IS_REST": False}
-        _launch(grouped_product, num_items, x, weights, grouping, tile, out, is_gate_up, sizes)
+        sizes |= _in_parts(x, weights, tile, num_items)
+        programs = num_items * tile.parts
+        _launch(grouped_product, programs, x, weights, grouping, tile, out, is_gate_up, sizes)
         return
     programs = min(num_items, grouping.num_cores)
     sizes = {"BM": tile.rows, "HAS_REST": tile.rest is not None}
     _launch(persistent_product, programs, x, weights, grouping, tile, out, is_gate_up, sizes)
     if tile.rest is not None:
         sizes = _sizes(tile.rest) | {"BLOCK": tile.block, "IS_REST": True}
+        sizes |= _in_parts(x, weights, tile.rest, num_items)
         _launch(grouped_product, num_items, x, weights, grouping, tile.rest, out, is_gate_up, sizes)
 
 
 def _sizes(tile: TileShape) -> dict[str, Any]:
     unit = tile.columns // GRANULE_COLUMNS
     return {"SIZES": tile.sizes, "UNIT": unit, "IN_FLIGHT": tile.in_flight}
+
+
+def _in_parts(x: Tensor, weights: Operand, tile: TileShape, num_items: int) -> dict[str, Any]:
+    """What the programs of one item share; without parts, nothing that they read."""
+    if tile.parts == 1:
+        return {"PARTS": 1, "sums": weights.global_scale, "arrived": weights.global_scale}
+    assert weights.arrived is not None
+    assert num_items <= len(weights.arrived)
+    size = num_items * tile.parts * TILE_ROWS * tile.rows
+    sums = x.new_empty(size, dtype=torch.float32)
+    return {"PARTS": tile.parts, "sums": sums, "arrived": weights.arrived}
 
 
 def _launch(
@@ -264,8 +301,8 @@ def is_whole(operand: Operand, tile: TileShape) -> bool:
     return (
         operand.is_packed
         and operand.features % operand.features_per_tile == 0
-        and operand.width % (2 * GRANULE_COLUMNS) == 0
-        and operand.width >= ahead * tile.columns
+        and operand.width % (2 * GRANULE_COLUMNS * tile.parts) == 0
+        and operand.width >= ahead * tile.columns * tile.parts
     )
 
 
@@ -288,9 +325,21 @@ def tile_of(ids: Tensor, weight: Prepared) -> TileShape | None:
     """The tile for a step, or None where its loops cannot take the weights."""
     if not isinstance(weight, GroupedExperts):
         return None
-    tile = tile_for(ids.numel(), weight.num_routed, GLUON_TILES)
-    parts = (weight.gate_up, weight.down)
-    return tile if all(is_whole(part, tile) for part in parts) else None
+    num_slots = ids.numel()
+    tile = tile_for(num_slots, weight.num_routed, GLUON_TILES)
+    if not (is_whole(weight.gate_up, tile) and is_whole(weight.down, tile)):
+        return None
+    in_parts = replace(tile, parts=_parts(num_slots, weight, tile))
+    return in_parts if is_whole(weight.gate_up, in_parts) else tile
+
+
+def _parts(num_slots: int, weight: GroupedExperts, tile: TileShape) -> int:
+    """How many programs share a tile of gate and up: several where too few tiles are in use."""
+    columns, arrived = weight.gate_up.num_columns, weight.gate_up.arrived
+    num_tiles = max_tiles(num_slots, weight.num_experts, tile.small_block)
+    if tile.more_rows or arrived is None or num_tiles * columns > len(arrived):
+        return 1
+    return parts_for(experts_used(num_slots, weight.num_experts, weight.num_routed) * columns)
 
 
 def issued(arguments: Mapping[str, Any]) -> float | None:

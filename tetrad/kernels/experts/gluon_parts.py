@@ -13,8 +13,8 @@ from tetrad.kernels.experts.decode import GATED_PTX
 
 __all__ = [
     "arrival", "barrier", "copy", "copy_tokens", "decode", "factors_of", "gl", "gluon", "hopper",
-    "in_turn", "item_of", "jit", "place", "refill", "rows_of", "size_of", "start_copy", "store",
-    "token_at", "token_ring", "wait", "weight_rings",
+    "in_turn", "is_last_part", "item_of", "jit", "place", "refill", "rows_of", "size_of",
+    "start_copy", "store", "sum_of_parts", "token_at", "token_ring", "wait", "weight_rings",
 ]  # fmt: skip
 
 try:
@@ -276,3 +276,37 @@ def wait(STEPS: gl.constexpr, acc, acc_more, weights, MORE: gl.constexpr):
     else:
         acc, weights = hopper.warpgroup_mma_wait(STEPS, deps=[acc, weights])
     return acc, acc_more, weights
+
+
+@jit()
+def _part_at(BM: gl.constexpr, num_warps: gl.constexpr):
+    """int32 [128, BM]: where an accumulator's numbers lie in its part of the scratch memory."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    row = gl.arange(0, 128, layout=gl.SliceLayout(1, MMA)).expand_dims(1)
+    return row * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA)).expand_dims(0)
+
+
+@jit()
+def is_last_part(
+    acc, sums, arrived, part, PARTS: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr
+):
+    """Write a part's sums and say whether all others of the item have written theirs.
+
+    Whoever is last leaves `arrived` at 0 for the next launch.
+    """
+    gl.store(sums + part * (128 * BM) + _part_at(BM, num_warps), acc)
+    barrier()
+    is_last = gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+    if is_last:
+        gl.store(arrived, 0)
+    return is_last
+
+
+@jit()
+def sum_of_parts(sums, PARTS: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr):
+    """[128, BM]: the parts in order, whoever was last, so that no bit depends on it."""
+    at = _part_at(BM, num_warps)
+    acc = gl.load(sums + at, cache_modifier=".cg")
+    for part in gl.static_range(1, PARTS):
+        acc += gl.load(sums + part * (128 * BM) + at, cache_modifier=".cg")
+    return acc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from tetrad.kernels.experts.triton_packing import pack
 from tetrad.kernels.experts.weights import ExpertWeights
 
 _log = logging.getLogger(__name__)
+MOST_IN_PARTS = 128
+"""Token tiles of a launch whose weight tiles several programs may share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,9 @@ class Operand:
     features_per_tile: int
     is_fp8: bool = False
     """In the order of `packing_fp8.py`."""
+    arrived: Tensor | None = None
+    """NVFP4 gate and up: int32 zeros, one for each weight tile of MOST_IN_PARTS token tiles, by
+    which the programs of one know the last. A launch leaves zeros; two at once would not."""
 
     @property
     def num_columns(self) -> int:
@@ -111,7 +116,10 @@ def _operand(parts: tuple[Weight, ...]) -> Operand:
     quantised = tuple(part for part in parts if isinstance(part, Nvfp4Weight))
     if quantised:
         packed = pack(quantised)
-        return Operand(packed.words, packed.scales, packed.global_scale, True, *sizes)
+        operand = Operand(packed.words, packed.scales, packed.global_scale, True, *sizes)
+        size = MOST_IN_PARTS * operand.num_columns if len(parts) > 1 else 0
+        arrived = torch.zeros(size, dtype=torch.int32, device=packed.words.device)
+        return replace(operand, arrived=arrived)
     unscaled = torch.empty(0, 1, device=parts[0].device)
     in_fp8 = tuple(part for part in parts if isinstance(part, Fp8BlockWeight | Fp8TensorWeight))
     if in_fp8:
