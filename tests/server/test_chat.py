@@ -165,7 +165,15 @@ async def test_a_conversation_with_tool_results_is_rendered(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}],
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+        {"reasoning": {"effort": "none"}},
+        {"reasoning": {"enabled": False}},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning_effort": "high", "thinking": {"type": "disabled"}},
+        {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+    ],
 )
 async def test_thinking_can_be_switched_off(
     client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer, fields: dict[str, Any]

@@ -75,10 +75,20 @@ def _is_short(body: ChatBody) -> bool:
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:
-    """What the template may ask for. An effort of "none" is OpenAI's way to switch thinking off."""
+    """What the template may ask for. An effort of "none" is OpenAI's way to switch thinking off;
+    templates have two names for the switch."""
     variables: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-        if body.reasoning_effort == "none":
-            variables["enable_thinking"] = False
+    effort, is_on = body.reasoning_effort, None
+    if body.reasoning is not None:
+        effort = effort if effort is not None else body.reasoning.effort
+        is_on = body.reasoning.enabled
+    if body.thinking is not None:
+        is_on = body.thinking.type == "enabled"
+        if body.thinking.clear_thinking is not None:
+            variables["clear_thinking"] = body.thinking.clear_thinking
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        is_on = effort != "none" if is_on is None else is_on
+    if is_on is not None:
+        variables |= {"enable_thinking": is_on, "thinking": is_on}
     return variables | (body.chat_template_kwargs or {})

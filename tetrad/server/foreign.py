@@ -55,14 +55,21 @@ class ForeignSampling(Body):
     length_penalty: Accepted = None
     early_stopping: Accepted = None
     stream_interval: Accepted = None
+    truncation_side: Accepted = None
     custom_labels: Accepted = None
     use_beam_search: Annotated[Any, Refused("there is no beam search; use n or best_of")] = None
     stop_regex: Annotated[Any, Refused(LATER)] = None
     logits_processors: Annotated[Any, Refused(NO_CODE)] = None
     custom_logit_processor: Annotated[Any, Refused(NO_CODE)] = None
     custom_params: Annotated[Any, Refused(NO_CODE)] = None
-    thinking_token_budget: Annotated[Any, Refused("is not supported; use max_tokens")] = None
-    thinking_budget: Annotated[Any, Refused("is not supported; use max_tokens")] = None
+    watermarking: Annotated[Any, Refused("no text is marked; leave this field out")] = None
+    logprob_token_ids: Annotated[Any, Refused("is not supported; use top_logprobs")] = None
+    thinking_token_budget: Annotated[
+        Any, Refused("is not supported; use max_tokens, or -1", (-1,))
+    ] = None
+    thinking_budget: Annotated[Any, Refused("is not supported; use max_tokens, or -1", (-1,))] = (
+        None
+    )
     truncate_prompt_tokens: Annotated[
         Any, Refused("a prompt is never cut; /tokenize tells how long one is")
     ] = None
@@ -78,7 +85,10 @@ class ForeignRouting(Body):
     data_parallel_rank: Accepted = None
     routed_dp_rank: Accepted = None
     routing_key: Accepted = None
+    session_id: Accepted = None
     return_cached_tokens_details: Accepted = None
+    routed_experts_start_len: Accepted = None
+    routed_experts_prompt_start: Accepted = None
     lora_path: Annotated[Any, Refused(ONE_WEIGHT)] = None
     extra_key: Annotated[Any, Refused(ONE_CACHE)] = None
     cache_salt: Annotated[Any, Refused(ONE_CACHE)] = None
@@ -87,6 +97,7 @@ class ForeignRouting(Body):
     bootstrap_port: Annotated[Any, Refused(ONE_PROCESS)] = None
     bootstrap_room: Annotated[Any, Refused(ONE_PROCESS)] = None
     disagg_prefill_dp_rank: Annotated[Any, Refused(ONE_PROCESS)] = None
+    ec_transfer_params: Annotated[Any, Refused(ONE_PROCESS)] = None
     kv_transfer_params: Annotated[Any, Refused(ONE_PROCESS)] = None
     return_hidden_states: Annotated[Any, Refused(LATER)] = None
     return_routed_experts: Annotated[Any, Refused(LATER)] = None
@@ -106,6 +117,13 @@ class ForeignOpenAI(ForeignRouting):
     rid: Accepted = None
     max_dynamic_patch: Accepted = None
     min_dynamic_patch: Accepted = None
+    images_config: Accepted = None
+    return_token_offsets: Accepted = None
+    return_mm_kwargs: Accepted = None
+    ngram_corpus_id: Annotated[Any, Refused(LATER)] = None
+    return_prompt_text: Annotated[Any, Refused("is not supported; use /tokenize")] = None
+    return_meta_info: Annotated[Any, Refused("is not supported; /generate gives it")] = None
+    return_prompt_token_ids: Annotated[Any, Refused("is not supported; use /tokenize")] = None
     vllm_xargs: Annotated[Any, Refused(NO_CODE)] = None
     return_token_ids: Annotated[Any, Refused("is not supported; /generate gives output_ids")] = None
     return_tokens_as_token_ids: Annotated[
@@ -120,6 +138,9 @@ class ForeignChat(Body):
     verbosity: Accepted = None
     stream_reasoning: Accepted = None
     media_io_kwargs: Accepted = None
+    use_audio_in_video: Accepted = None
+    task: Accepted = None
+    input_ids: Annotated[Any, Refused("use /v1/completions with token ids as prompt")] = None
     mm_processor_kwargs: Accepted = None
     modalities: Annotated[Any, Refused('this model writes text; ["text"] works', (["text"],))] = (
         None

@@ -12,16 +12,14 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    TypeAdapter,
-    ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from tetrad.server.bodies import Accepted, Body, OpenBody
 from tetrad.server.chat_template import RESERVED
 from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
+from tetrad.server.turns import Message, ReasoningSwitch, ThinkingSwitch
 
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 512
@@ -160,92 +158,6 @@ class OpenAIBody(SamplingFields, ForeignOpenAI):
         )
 
 
-class ContentPart(OpenBody):
-    type: str
-    text: str | None = None
-
-    @model_validator(mode="after")
-    def _is_text(self) -> ContentPart:
-        if self.type != "text" or self.text is None:
-            raise ValueError(
-                f'a part of type "{self.type}" cannot be read; this model reads text, '
-                'as {"type": "text", "text": "..."}'
-            )
-        return self
-
-
-_OBJECT = TypeAdapter(dict[str, Any])
-
-
-class FunctionCall(Body):
-    name: str
-    arguments: str = "{}"
-
-    @model_validator(mode="after")
-    def _is_object(self) -> FunctionCall:
-        self.parsed()
-        return self
-
-    def parsed(self) -> dict[str, Any]:
-        """The arguments as templates want them."""
-        try:
-            return _OBJECT.validate_json(self.arguments or "{}")
-        except ValidationError:
-            raise ValueError("arguments must be the text of a JSON object") from None
-
-
-class ToolCall(OpenBody):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(Body):
-    name: Accepted = None
-    refusal: Accepted = None
-    annotations: Accepted = None
-    audio: Accepted = None
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """vLLM's name of it."""
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"a message of role {self.role} needs content")
-        return self
-
-    @property
-    def text(self) -> str:
-        """Content as one string."""
-        if isinstance(self.content, list):
-            return "".join(part.text or "" for part in self.content)
-        return self.content or ""
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: text content, arguments as objects."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.text}
-        if (reasoning := self.reasoning_content or self.reasoning) is not None:
-            message["reasoning_content"] = reasoning
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.parsed()},
-                }
-                for call in self.tool_calls
-            ]
-        return message
-
-
 class Function(OpenBody):
     name: str = Field(pattern=r"^[\w.:/-]+$", max_length=256)
     description: str | None = None
@@ -266,7 +178,9 @@ class ChatBody(OpenAIBody, ForeignChat):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | float | None = None
+    reasoning: ReasoningSwitch | None = None
+    thinking: ThinkingSwitch | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: Accepted = None
     add_generation_prompt: bool | None = None
@@ -311,7 +225,7 @@ class ChatBody(OpenAIBody, ForeignChat):
     @field_validator("top_logprobs")
     @classmethod
     def _asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and not info.data.get("logprobs"):
+        if value and not info.data.get("logprobs"):
             raise ValueError("needs logprobs to be true")
         return value
 
