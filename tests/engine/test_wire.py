@@ -24,6 +24,7 @@ EXAMPLES: list[m.Message] = [
     m.RequestRefused("a", "too long", 400, "prompt"),
     m.StepOutputs([OUTPUT], m.EngineStats(running_requests=1, gen_throughput=2.5)),
     m.Heartbeat(0.5, m.EngineStats()),
+    m.LogSettings("debug", None),
     m.Reply(7, True, "done", {"n": 1}),
     m.EngineDied("out of memory", 5),
 ]

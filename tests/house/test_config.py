@@ -15,7 +15,8 @@ from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.rank_options import BenchRankConfig
 from tetrad.bench.sweep_options import BenchSweepConfig
 from tetrad.cli.flags import all_flags
-from tetrad.core.config import Config, ServeConfig
+from tetrad.core.config import ServeConfig
+from tetrad.core.option import Config
 from tetrad.formats.options import QuantizeConfig
 
 FLAGS = Path(__file__).with_name("flags.txt")

@@ -37,6 +37,7 @@ TORCH_FREE_ENGINE = {
     "admission",
     "blocks",
     "cache_layout",
+    "calls",
     "child",
     "client",
     "engine",

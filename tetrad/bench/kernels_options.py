@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from tetrad.core.config import Config, option
 from tetrad.core.errors import nearest
+from tetrad.core.option import Config, option
 from tetrad.core.presets import PRESETS
 
 

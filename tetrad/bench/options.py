@@ -12,7 +12,7 @@ from tetrad.bench.goodput import parse_objectives
 from tetrad.bench.options_server import without_credentials
 from tetrad.bench.options_telemetry import TelemetryOptions
 from tetrad.bench.rates import parse_profile
-from tetrad.core.config import option
+from tetrad.core.option import option
 
 SECRET = {"api_key", "authorization", "header"}
 

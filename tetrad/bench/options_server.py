@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from tetrad.core.config import Config, option
+from tetrad.core.option import Config, option
 
 BackendName = Literal[
     "tetrad",

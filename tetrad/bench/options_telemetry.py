@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from tetrad.bench.options_workload import WorkloadOptions
-from tetrad.core.config import option
+from tetrad.core.option import option
 
 
 class TelemetryOptions(WorkloadOptions):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from tetrad.bench.options_server import ServerOptions
-from tetrad.core.config import option
+from tetrad.core.option import option
 
 DatasetName = Literal[
     "random-ids",

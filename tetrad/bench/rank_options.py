@@ -9,8 +9,8 @@ from pydantic import field_validator, model_validator
 
 from tetrad.bench.kernels_options import checked_counts, split
 from tetrad.core.attention_names import attention_backend
-from tetrad.core.config import Config, option
 from tetrad.core.keys import checked_cache_dtype
+from tetrad.core.option import Config, option
 from tetrad.core.presets import PRESETS
 from tetrad.core.ranks import Ranks
 

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from tetrad.bench.options import BenchServeConfig
-from tetrad.core.config import option
+from tetrad.core.option import option
 
 LENGTHS = re.compile(r"(?P<input>[1-9]\d*)/(?P<output>[1-9]\d*)")
 BOUND = re.compile(

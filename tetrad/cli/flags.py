@@ -16,7 +16,7 @@ from cyclopts import App, Group, Parameter
 from pydantic.fields import FieldInfo
 
 from tetrad.cli.main import app
-from tetrad.core.config import Config
+from tetrad.core.option import Config
 
 C = TypeVar("C", bound=Config)
 

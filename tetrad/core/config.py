@@ -1,82 +1,27 @@
 """One configuration, resolved once.
 
-A field here is one description, one range and one flag: the command line and its help are generated
-from these models, never written beside them.
 Flag names are SGLang's where SGLang has one, so that a launch script carries over.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic.config import JsonDict
+from pydantic import Field, field_validator
 
 from tetrad.core.attention_names import attention_backend
-from tetrad.core.errors import ConfigError, nearest
 from tetrad.core.keys import checked_cache_dtype
+from tetrad.core.operation_options import OperationOptions
+from tetrad.core.option import Config, option
 from tetrad.core.ranks import Ranks
-
-
-class Config(BaseModel):
-    """A frozen model whose unknown keys are errors that name the nearest known one.
-
-    A number must be finite, unless its field says `allow_inf_nan`.
-    """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
-
-    @classmethod
-    def parse(cls, values: dict[str, Any]) -> Self:
-        """Build from flag values; a mistake is a ConfigError of one sentence."""
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            raise ConfigError(_sentence(error, cls)) from None
-
-
-def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
-    first = error.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
-    end = "" if message.endswith((".", "?")) else "."
-    if not first["loc"]:
-        return f"{message[0].upper()}{message[1:]}{end}"
-    name = str(first["loc"][0])
-    if first["type"] == "extra_forbidden":
-        return f"Unknown option {name!r}.{nearest(name, cls.model_fields)}"
-    flag = "--" + name.replace("_", "-")
-    value = first["input"]
-    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    return f"{flag} {shown}: {message[0].lower()}{message[1:]}{end}"
-
-
-def option(
-    default: Any,
-    description: str,
-    *,
-    aliases: tuple[str, ...] = (),
-    group: str = "Server",
-    env: str | None = None,
-    **limits: Any,
-) -> Any:
-    """Declare one field: description, range (`ge`, `le`, `gt`), extra flag names, help group.
-
-    `env` names the environment variable that the command line reads when the flag is absent (for
-    secrets only).
-    """
-    extra: JsonDict = {"aliases": list(aliases), "group": group, "env": env}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
-
 
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class ServeConfig(Config):
-    """What `tetrad serve` was asked. None means "resolved from the model and the machine"."""
+class ModelOptions(Config):
+    """What is served, on what, and at which address."""
 
     model: Path | None = option(
         None,
@@ -340,3 +285,7 @@ class ServeConfig(Config):
     def rehearsed(self) -> Ranks | None:
         """The layout of a rehearsal, and which of its ranks runs."""
         return None if self.rehearse is None else Ranks.parse(self.rehearse)
+
+
+class ServeConfig(OperationOptions, ModelOptions):
+    """What `tetrad serve` was asked. None means "resolved from the model and the machine"."""

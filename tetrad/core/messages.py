@@ -36,11 +36,12 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """API → engine: a question answered by one `Reply`. Names: flush_cache, state."""
+    """API → engine: a question or an order, answered by one `Reply`. Names: `engine/calls.py`."""
 
     call_id: int
     name: str
     worker: int = FIRST_WORKER
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,15 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Engine → API, to all workers: what one of them was told to log is for all. None: as
+    before."""
+
+    log_level: str | None
+    access_log: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDied:
     """Engine → API, last words: why it ends and with which exit code."""
 
@@ -166,6 +176,7 @@ Message = (
     | StepOutputs
     | Heartbeat
     | Reply
+    | LogSettings
     | EngineDied
 )
 
@@ -184,6 +195,7 @@ MESSAGES: dict[str, type[Message]] = {
         StepOutputs,
         Heartbeat,
         Reply,
+        LogSettings,
         EngineDied,
     )
 }

@@ -64,6 +64,16 @@ class Request:
     """Of the API key it came with: keys take turns when requests wait."""
     request_id: str = ""
     """Of the HTTP request, under which it may be aborted besides its own."""
+    client_rid: str = ""
+    """The rid that its client knows, where the engine has another."""
+
+    def is_named(self, rid: str) -> bool:
+        """Does somebody who aborts this rid mean this request? The choices of one answer have its
+        id with a number behind."""
+        own = self.client_rid or self.rid
+        stem, _, number = own.rpartition("-")
+        is_its_own = rid in (own, self.request_id) or (rid == stem and number.isdecimal())
+        return is_its_own and rid != ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from tetrad.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from tetrad.core.option import secrets
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S
 from tetrad.engine.child import environment
 from tetrad.engine.link import EngineLink, Progress
@@ -103,8 +104,8 @@ class EngineClient(EngineLink):
 
     async def _launch(self, config: ServeConfig) -> None:
         self._open()
-        # The key would be readable in the process list, and the engine has no use for it.
-        text = config.model_dump_json(exclude={"api_key"})
+        # Secrets would be readable in the process list, and the engine has no use for them.
+        text = config.model_dump_json(exclude=secrets(ServeConfig))
         module = NULL_WORKER if config.load_format == "null" else self.worker_module
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", module),

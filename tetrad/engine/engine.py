@@ -9,9 +9,13 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import UserError
 from tetrad.core.messages import EngineStats
 from tetrad.core.request import Request, RequestOutput
 from tetrad.core.step import StepPlan, StepResult
+from tetrad.engine.admission import Limits
+from tetrad.engine.philox import derived_seed
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.stream import StreamInterval
 
@@ -49,6 +53,29 @@ class Guard(Protocol):
         ...
 
 
+class Profiler(Protocol):
+    """Records what steps do: `engine.profiling.TorchProfiler`."""
+
+    def start(self, num_steps: int | None, /) -> None: ...
+    def stepped(self) -> None: ...
+    def stop(self) -> str: ...
+
+
+class NoProfiler:
+    """Of an engine without a model."""
+
+    def start(self, _num_steps: int | None, /) -> None:
+        """Refuses."""
+        raise UserError("There is no model here, so there is nothing to profile.")
+
+    def stepped(self) -> None:
+        """A step is over."""
+
+    def stop(self) -> str:
+        """Refuses."""
+        raise UserError("There is no model here, so there is nothing to profile.")
+
+
 class Engine:
     """One model, its cache and its requests. Not thread-safe, but for `stats`.
 
@@ -67,6 +94,7 @@ class Engine:
         continuous_steps: int = 1,
         stream_interval: int = 1,
         guard: Guard | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -74,6 +102,9 @@ class Engine:
         self._continuous_steps = continuous_steps
         self._stream = StreamInterval(stream_interval)
         self._guard = guard
+        self.profiler = profiler or NoProfiler()
+        self.is_paused = False
+        """Requests come and wait, but no step runs."""
         self._in_flight: deque[Launched] = deque()
         self.info: dict[str, Any] = info or {}
         """What was resolved and chosen at start, for /server_info."""
@@ -85,6 +116,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    @property
+    def can_step(self) -> bool:
+        """Is there work, and may it be done?"""
+        return not self.is_paused and self.has_work
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never be served."""
         self.scheduler.add(request)
@@ -93,6 +129,24 @@ class Engine:
         """Forget a request and free what it holds. An unknown rid is ignored."""
         self.scheduler.abort(rid)
         self._stream.forget(rid)
+
+    def end(self, rid: str | None) -> list[RequestOutput]:
+        """Abort requests by their rid or that of the HTTP request they came with, or all; returns
+        what their clients are told, each once."""
+        return self._stream.release(self.scheduler.end(rid))
+
+    def pause(self) -> list[RequestOutput]:
+        """Run no more steps; what those in flight gave."""
+        self.is_paused = True
+        return self._stream.release(self._take_in(0))
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.is_paused = False
+
+    def set_back(self) -> None:
+        """Take everybody's pages: they compute anew what they had, and give the same tokens."""
+        self.scheduler.set_back()
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, or several, and take in those before; what that gave each request that got
@@ -104,6 +158,7 @@ class Engine:
         self._setbacks.tell(self.scheduler.counters.preemptions)
         outputs += self._take_in(num_launched if self._overlap else 0)
         self._rate.count(len(outputs))
+        self.profiler.stepped()
         return self._stream.release(outputs)
 
     def _launch(self) -> int:
@@ -162,6 +217,17 @@ class Engine:
             steps_total=self._num_steps,
             gen_throughput=self._rate.per_s(),
         )
+
+
+def scheduler_of(config: ServeConfig, limits: Limits) -> Scheduler:
+    """As a configuration says."""
+    return Scheduler(
+        limits,
+        use_prefix_cache=not config.disable_radix_cache,
+        draw_seed=lambda n: derived_seed(config.random_seed, n),
+        conservativeness=config.schedule_conservativeness,
+        preemption_threshold=config.preemption_threshold,
+    )
 
 
 class Setbacks:

@@ -29,6 +29,7 @@ from tetrad.core.messages import (
     EngineReady,
     EngineStats,
     Heartbeat,
+    LogSettings,
     Message,
     Reply,
     RequestRefused,
@@ -63,6 +64,8 @@ class EngineLink:
         self._folder = folder
         self._worker = worker
         self._on_progress = on_progress
+        self.on_log_settings: Callable[[LogSettings], None] | None = None
+        """Hears what is to be logged from now on, whichever process was told."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._live_rids: set[str] = set()
         self._streams: dict[str, asyncio.Queue[RequestOutput | TetradError]] = {}
@@ -115,7 +118,8 @@ class EngineLink:
         stream = self._streams[name] = asyncio.Queue()
         is_over = False
         try:
-            await self._tell(AddRequests([replace(request, rid=name)], self._worker))
+            named = replace(request, rid=name, client_rid=request.rid)
+            await self._tell(AddRequests([named], self._worker))
             while not is_over:
                 item = await stream.get()
                 if isinstance(item, TetradError):
@@ -132,12 +136,24 @@ class EngineLink:
 
     async def flush_cache(self) -> tuple[bool, str]:
         """Empty the prefix cache. False with the reason while anything runs or waits."""
-        reply = await self._call("flush_cache")
+        reply = await self.ask("flush_cache")
         return reply.ok, reply.text
 
     async def state(self) -> dict[str, Any]:
         """`stats` read now, and `integrity`: "ok" or the sentence of what leaks."""
-        return (await self._call("state")).data
+        return (await self.ask("state")).data
+
+    async def ask(self, name: str, **arguments: Any) -> Reply:
+        """A question or an order to the engine, see `engine/calls.py`. Raises EngineDiedError."""
+        self._num_calls += 1
+        call = Call(self._num_calls, name, self._worker, arguments)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = reply
+        try:
+            await self._tell(call)
+            return await reply
+        finally:
+            del self._calls[call.call_id]
 
     def fail(self, error: TetradError) -> None:
         """Give everyone who waits `error`. The first call decides; later ones find nobody."""
@@ -188,17 +204,6 @@ class EngineLink:
             await asyncio.wait({self.died}, timeout=NEWS_WAIT_S)
             raise (self.died.result() if self.died.done() else error) from None
 
-    async def _call(self, name: str) -> Reply:
-        self._num_calls += 1
-        call = Call(self._num_calls, name, self._worker)
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._calls[call.call_id] = reply
-        try:
-            await self._tell(call)
-            return await reply
-        finally:
-            del self._calls[call.call_id]
-
     async def _read(self) -> None:
         try:
             while True:
@@ -220,6 +225,14 @@ class EngineLink:
             case Reply(call_id):
                 if (reply := self._calls.get(call_id)) and not reply.done():
                     reply.set_result(message)
+            case _:
+                self._receive_news(message)
+
+    def _receive_news(self, message: Message) -> None:
+        """What is neither a token nor an answer."""
+        match message:
+            case LogSettings() if self.on_log_settings:
+                self.on_log_settings(message)
             case EngineProgress() if self._on_progress:
                 self._on_progress(message)
             case EngineReady(info):

@@ -23,13 +23,12 @@ from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.distributed.rehearsal import Rehearsal
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
 from tetrad.engine.device import resolve_device, use_sensible_threads
-from tetrad.engine.engine import Engine
+from tetrad.engine.engine import Engine, scheduler_of
 from tetrad.engine.guard import NanGuard
 from tetrad.engine.memory_statement import memory_statement
-from tetrad.engine.philox import derived_seed
 from tetrad.engine.prepare import Prepared, prepare, without_effect
+from tetrad.engine.profiling import TorchProfiler
 from tetrad.engine.runner import Runner
-from tetrad.engine.scheduler import Scheduler
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import device_memory, snapshot
@@ -81,12 +80,6 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         activation_bytes=prepared.activation_bytes,
         graph_bytes=prepared.graph_bytes,
     )
-    scheduler = Scheduler(
-        layout.limits,
-        use_prefix_cache=not config.disable_radix_cache,
-        draw_seed=lambda n: derived_seed(config.random_seed, n),
-        conservativeness=config.schedule_conservativeness,
-    )
     info = _info(folder, model, layout, use, ops) | {
         "device": snapshot(device).as_dict(),
         "dtype": name,
@@ -101,13 +94,14 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         "memory_statement": statement,
     }
     return Engine(
-        scheduler,
+        scheduler_of(config, layout.limits),
         runner,
         info,
         overlap=not config.disable_overlap_schedule,
         continuous_steps=config.num_continuous_decode_steps,
         stream_interval=config.stream_interval,
         guard=NanGuard(runner, model, switches, partial(_refusal, device, dtype, keys)),
+        profiler=TorchProfiler(config.profile_dir),
     )
 
 

@@ -31,7 +31,6 @@ from tetrad.core.messages import (
     EngineStats,
     Heartbeat,
     Message,
-    Reply,
     RequestRefused,
     Shutdown,
     StepOutputs,
@@ -39,6 +38,7 @@ from tetrad.core.messages import (
     WorkerLeft,
 )
 from tetrad.core.request import Request, RequestOutput
+from tetrad.engine.calls import Calls
 from tetrad.engine.engine import Engine
 from tetrad.engine.outboxes import Outboxes
 from tetrad.engine.wire import INBOX, address, decode
@@ -93,18 +93,20 @@ class EngineLoop:
 
     def _serve(self, engine: Engine) -> None:
         while self._take_messages(engine):
-            if not engine.has_work:
+            if not engine.can_step:
                 continue
             self._step_started_at = time.monotonic()
             outputs = engine.step()
             self._step_started_at = None
-            if outputs:
-                self._hand_out(outputs, engine.stats())
+            self._hand_out(outputs)
 
-    def _hand_out(self, outputs: list[RequestOutput], stats: EngineStats) -> None:
+    def _hand_out(self, outputs: list[RequestOutput]) -> None:
         """One message to each worker: what its requests got, and the figures that all show."""
-        for worker, share in self._shares(outputs).items():
-            self._outboxes.send(worker, StepOutputs(share, stats))
+        if outputs:
+            assert self._engine is not None
+            stats = self._engine.stats()
+            for worker, share in self._shares(outputs).items():
+                self._outboxes.send(worker, StepOutputs(share, stats))
 
     def _shares(self, outputs: list[RequestOutput]) -> Mapping[int, list[RequestOutput]]:
         if len(self._workers) == 1:
@@ -121,7 +123,7 @@ class EngineLoop:
         the end."""
         while True:
             try:
-                frames = self._inbox.recv_multipart(zmq.NOBLOCK if engine.has_work else 0)
+                frames = self._inbox.recv_multipart(zmq.NOBLOCK if engine.can_step else 0)
             except zmq.Again:
                 return True
             message = decode(frames)
@@ -137,7 +139,8 @@ class EngineLoop:
             case AbortRequests(rids):
                 self._abort(engine, rids)
             case Call():
-                self._outboxes.send(message.worker, _answer(engine, message))
+                calls = Calls(engine, self._hand_out, self._outboxes.send_all)
+                self._outboxes.send(message.worker, calls.answer(message))
             case WorkerJoined(worker):
                 self._join(engine, worker)
             case WorkerLeft(worker):
@@ -187,26 +190,6 @@ class EngineLoop:
     def _die(self, reason: str, kind: str, exit_code: int) -> int:
         self._outboxes.send_all(EngineDied(reason, exit_code, kind))
         return exit_code
-
-
-def _answer(engine: Engine, call: Call) -> Reply:
-    if call.name == "flush_cache":
-        ok = engine.flush_cache()
-        text = "Cache flushed." if ok else "The cache is in use: requests run or wait."
-        return Reply(call.call_id, ok, text)
-    if call.name == "state":
-        return _state(engine, call)
-    return Reply(call.call_id, ok=False, text=f"The engine knows no call {call.name!r}.")
-
-
-def _state(engine: Engine, call: Call) -> Reply:
-    integrity = "ok"
-    try:
-        engine.check_integrity()
-    except AssertionError as error:
-        integrity = str(error)
-    stats = {name: getattr(engine.stats(), name) for name in EngineStats.__slots__}
-    return Reply(call.call_id, integrity == "ok", integrity, {**stats, "integrity": integrity})
 
 
 def _reason(phase: str, error: Exception) -> str:

@@ -19,9 +19,7 @@ from tetrad.core.presets import served_shapes
 from tetrad.core.request import TokenLogprob
 from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache
-from tetrad.engine.engine import Engine
-from tetrad.engine.philox import derived_seed
-from tetrad.engine.scheduler import Scheduler
+from tetrad.engine.engine import Engine, scheduler_of
 
 STRIDE = 7919
 """Between the tokens of two places that follow one another: a prime, so that all come up."""
@@ -85,14 +83,8 @@ def load_null(config: ServeConfig, _on_progress: Callable[[EngineProgress], None
         device_kind="cpu", total_bytes=ROOM_BYTES, used_bytes=0, free_bytes=ROOM_BYTES, page_bytes=1
     )
     layout = plan_cache(config, arch, use)
-    scheduler = Scheduler(
-        layout.limits,
-        use_prefix_cache=not config.disable_radix_cache,
-        draw_seed=lambda n: derived_seed(config.random_seed, n),
-        conservativeness=config.schedule_conservativeness,
-    )
     return Engine(
-        scheduler,
+        scheduler_of(config, layout.limits),
         NullRunner(arch.vocab, arch.eos_ids, config.null_step_ms / 1e3),
         _info(config, layout),
         overlap=not config.disable_overlap_schedule,

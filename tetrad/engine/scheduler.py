@@ -49,6 +49,8 @@ NON_FINITE = (
 )
 
 
+ABORTED = "The server's operator ended this request."
+
 MAX_RETRIES = 3
 """Times that a request begins anew before it fails."""
 
@@ -121,6 +123,21 @@ class Scheduler:
         """Forget a request and free what it holds. An unknown rid is ignored."""
         if sequence := self._live.get(rid):
             self._retire(sequence)
+
+    def end(self, rid: str | None) -> list[RequestOutput]:
+        """Abort the requests of this rid, or that came with this id, or all; the last output of
+        each."""
+        outputs = []
+        for sequence in list(self._live.values()):
+            if rid is None or sequence.request.is_named(rid):
+                outputs.append(output_of(sequence, None, Finish("abort", message=ABORTED)))
+                self._retire(sequence)
+        return outputs
+
+    def set_back(self) -> None:
+        """Preempt everybody."""
+        while self.running:
+            self._preempt_last()
 
     @property
     def needs_tokens(self) -> bool:

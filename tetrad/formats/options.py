@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from tetrad.core.config import Config, option
+from tetrad.core.option import Config, option
 
 ROUTED_EXPERTS = ("*.mlp.experts.*",)
 

@@ -1,0 +1,75 @@
+"""How options are declared: one field is one description, one range and one flag.
+
+The command line and its help are generated from these models, never written beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.config import JsonDict
+
+from tetrad.core.errors import ConfigError, nearest
+
+
+class Config(BaseModel):
+    """A frozen model whose unknown keys are errors that name the nearest known one.
+
+    A number must be finite, unless its field says `allow_inf_nan`.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Build from flag values; a mistake is a ConfigError of one sentence."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(_sentence(error, cls)) from None
+
+
+def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    end = "" if message.endswith((".", "?")) else "."
+    if not first["loc"]:
+        return f"{message[0].upper()}{message[1:]}{end}"
+    name = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        return f"Unknown option {name!r}.{nearest(name, cls.model_fields)}"
+    flag = "--" + name.replace("_", "-")
+    value = first["input"]
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"{flag} {shown}: {message[0].lower()}{message[1:]}{end}"
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    group: str = "Server",
+    env: str | None = None,
+    **limits: Any,
+) -> Any:
+    """Declare one field: description, range (`ge`, `le`, `gt`), extra flag names, help group.
+
+    `env` names the environment variable that the command line reads when the flag is absent. It
+    says that the value is a secret, which is never shown.
+    """
+    extra: JsonDict = {"aliases": list(aliases), "group": group, "env": env}
+    limits.setdefault("repr", env is None)
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def secrets(config: type[Config]) -> set[str]:
+    """Names of the fields whose values are never shown."""
+    return {
+        name
+        for name, field in config.model_fields.items()
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra["env"]
+    }
