@@ -16,8 +16,8 @@ from tests.engine.fakes import (
     make_request,
     make_scheduler,
 )
-from tests.engine.test_client import SOON_S, collect
-from tests.engine.test_workers import Shared, shared  # noqa: F401 - a fixture
+from tests.engine.test_client import SOON_S
+from tests.engine.test_workers import Shared, collect, shared  # noqa: F401 - a fixture
 from tetrad.core.errors import UserError
 from tetrad.core.messages import LogSettings
 from tetrad.core.request import RequestOutput
@@ -102,17 +102,14 @@ def test_a_pause_changes_no_token(set_back: bool):
         assert told[request.rid] == expected_output(request, i)
 
 
-async def first_token(stream) -> RequestOutput:  # type: ignore[no-untyped-def]
-    return await asyncio.wait_for(anext(stream), SOON_S)
-
-
 async def test_one_process_aborts_what_another_asked_for(shared: Shared):  # noqa: F811
-    stream = shared.second.generate(make_request("mine", 5, 500))
-    await first_token(stream)
+    await shared.first.ask("pause", mode="in_place")
+    task = asyncio.create_task(collect(shared.second, make_request("mine", 5, 500)))
+    while not (await shared.first.state())["waiting_requests"]:
+        await asyncio.sleep(0.01)
     reply = await shared.third.ask("abort", rid="mine")
     assert reply.data == {"num_aborted": 1}
-    outputs = [output async for output in stream]
-    assert finish_of(outputs[-1]) == "abort"
+    assert finish_of((await asyncio.wait_for(task, SOON_S))[-1]) == "abort"
     assert (await shared.first.ask("abort", rid="mine")).data == {"num_aborted": 0}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tetrad.core.errors import EngineDiedError
-from tetrad.core.messages import EngineStats
+from tetrad.core.messages import EngineStats, LogSettings, Reply
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
 from tetrad.engine.admission import Limits, check_request
 
@@ -96,6 +96,10 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.flush_reply = (True, "")
         self.is_stopped = False
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        """Orders of the operator."""
+        self.reply = Reply(0, ok=True, text="done", data={"num_aborted": 2})
+        self.on_log_settings: Callable[[LogSettings], None] | None = None
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         check_request(request, self._limits())
@@ -127,6 +131,10 @@ class FakeEngine:
 
     async def flush_cache(self) -> tuple[bool, str]:
         return self.flush_reply
+
+    async def ask(self, name: str, **arguments: Any) -> Reply:
+        self.asked.append((name, arguments))
+        return self.reply
 
     async def state(self) -> dict[str, Any]:
         return {"integrity": "ok"}

@@ -64,20 +64,23 @@ async def test_a_lent_tokenizer_is_named_where_it_is(engine: FakeEngine, path: s
 async def test_server_info_is_flat_complete_and_keeps_the_key(
     make_service: MakeService, monkeypatch: pytest.MonkeyPatch, path: str
 ):
-    monkeypatch.setattr(sys, "argv", ["tetrad", "serve", "--api-key", "s3cret", "--api-key=s3cret"])
+    command = ["tetrad", "serve", "--api-key", "s3cret", "--admin-api-key=s3cret"]
+    monkeypatch.setattr(sys, "argv", command)
     service = make_service(api_key="s3cret", chunked_prefill_size=77)
     async with connect(service) as client:
         response = await client.get(path, headers={"Authorization": "Bearer s3cret"})
     assert "s3cret" not in response.text
     info = response.json()
-    assert set(ServeConfig.model_fields) - {"api_key"} <= set(info)
+    hidden = {"api_key", "admin_api_key", "ssl_keyfile_password"}
+    assert set(ServeConfig.model_fields) - hidden <= set(info)
+    assert not hidden & set(info)
     assert info["chunked_prefill_size"] == 77
     assert (info["context_length"], info["max_running_requests"]) == (256, 4)
     assert (info["mem_fraction_static"], info["moe_runner_backend"]) == (0.3, "torch")
     assert (info["device"], info["dtype"]) == ("cpu", "float32")
     assert (info["reasoning_parser"], info["tool_call_parser"]) == ("glm45", "glm47")
     assert info["state"] == {"integrity": "ok"}
-    assert info["launch_command"] == "tetrad serve --api-key ... --api-key=..."
+    assert info["launch_command"] == "tetrad serve --api-key ... --admin-api-key=..."
     assert info["scheduler_info"] == {
         "status": "ready",
         "max_total_num_tokens": 4096,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.server.conftest import MakeService
 from tests.server.fake_engine import FakeEngine
-from tetrad.server import bodies
+from tetrad.core.config import ServeConfig
 from tetrad.server.app import build_app
-from tetrad.server.bodies import MAX_BODY_BYTES, WARNING_HEADER, Body
+from tetrad.server.bodies import WARNING_HEADER, Body
 from tetrad.server.model import ServedModel
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
@@ -191,16 +191,20 @@ async def test_one_bad_prompt_of_several_ends_the_others(
     assert engine.live == {}
 
 
-async def test_a_body_that_is_too_large(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
-    assert "larger than" in sentence(await client.post(CHAT, content=b" " * 1001), 413)
+async def test_a_body_that_is_too_large(make_service: MakeService):
+    """By default there is room for a prompt of any context."""
+    assert ServeConfig().max_request_body >= 1
+    service = make_service(max_request_body=1000 / 2**20)
+    transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://tetrad") as client:
+        announced = sentence(await client.post(CHAT, content=b" " * 1001), 413)
+        assert "larger than 0.000953674 MiB" in announced
 
-    async def unannounced():
-        for _ in range(3):
-            yield b" " * 500
+        async def unannounced():
+            for _ in range(3):
+                yield b" " * 500
 
-    assert "larger than" in sentence(await client.post(CHAT, content=unannounced()), 413)
-    assert MAX_BODY_BYTES >= 2**20
+        assert "larger than" in sentence(await client.post(CHAT, content=unannounced()), 413)
 
 
 def list_schemas(node: Any) -> Iterator[dict[str, Any]]:

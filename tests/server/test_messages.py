@@ -13,6 +13,7 @@ from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.sse import named_events
 from tetrad.core.request import Finish
 from tetrad.server.app import build_app
+from tetrad.server.service import Service
 from tetrad.server.text import Tokenizer
 
 ROUTE = "/v1/messages"
@@ -290,7 +291,7 @@ def check_error(response: httpx.Response, status: int, kind: str) -> str:
 
 
 async def test_other_errors_have_anthropics_shape(
-    client: httpx.AsyncClient, engine: FakeEngine, make_service: MakeService
+    client: httpx.AsyncClient, engine: FakeEngine, service: Service
 ):
     response = await client.post(ROUTE, json=body(model="claude"))
     assert "'abacus' is" in check_error(response, 404, "not_found_error")
@@ -302,8 +303,14 @@ async def test_other_errors_have_anthropics_shape(
     check_error(await client.post(ROUTE, json=body()), 500, "api_error")
     *_, last = await post(client, stream=True)
     assert last == {"type": "error", "error": {"type": "api_error", "message": "No luck."}}
-    engine.script = lambda _: [Step((), Finish("abort", message="Full."))]
+    service.phase = "draining"
     check_error(await client.post(ROUTE, json=body()), 503, "overloaded_error")
+
+
+async def test_an_aborted_message_keeps_what_it_had(client: httpx.AsyncClient, engine: FakeEngine):
+    engine.script = lambda _: [Step((18,)), Step((), Finish("abort"))]
+    answer = (await client.post(ROUTE, json=body())).json()
+    assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 1)
 
 
 async def test_a_key_is_taken_under_both_names(make_service: MakeService):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from tetrad.core.errors import CapacityError
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.server.reasoning import ReasoningParser
 from tetrad.server.session import Delta, GenerationError, Session
@@ -128,6 +127,11 @@ def test_a_failed_request_raises_its_sentence(tokenizer: Tokenizer):
     failed = RequestOutput("r", (), finish=Finish("error", message="Logits were not finite."))
     with pytest.raises(GenerationError, match="not finite"):
         Session(tokenizer).feed(failed)
-    aborted = RequestOutput("r", (), finish=Finish("abort"))
-    with pytest.raises(CapacityError, match="ended this request"):
-        Session(tokenizer).feed(aborted)
+
+
+def test_an_aborted_request_keeps_what_it_had(tokenizer: Tokenizer):
+    session = Session(tokenizer)
+    session.feed(RequestOutput("r", tuple(tokenizer.encode("3", add_special_tokens=False))))
+    delta = session.feed(RequestOutput("r", (), finish=Finish("abort")))
+    assert delta.finish is not None
+    assert (delta.finish.reason, session.completion_tokens) == ("abort", 1)

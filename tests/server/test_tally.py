@@ -13,6 +13,7 @@ from tests.house.source import ROOT
 from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError
+from tetrad.core.request import RequestOutput
 from tetrad.server.app import build_app
 from tetrad.server.metrics import OTHER_ROUTE, RequestWatch
 from tetrad.server.model import ServedModel
@@ -44,8 +45,8 @@ def test_any_process_shows_the_sums(services: list[Service]):
     for number, service in enumerate(services):
         for _ in range(3 + number):
             with RequestWatch(service.metrics, CHAT, 1) as watch:
-                watch.first_token(0)
-                watch.last_token(0, 5)
+                watch.first_token(0, RequestOutput("r", (5,), prompt_tokens=7, queue_s=0.5))
+                watch.last_token(0, 5, "stop")
         service.metrics.refused("/flush_cache")
         service.metrics.refused("never heard of")
     found = samples(services[0])
@@ -72,7 +73,7 @@ def test_a_histogram_counts_below_its_bounds(services: list[Service]):
 def test_who_dies_leaves_its_counts_and_nothing_open(services: list[Service]):
     first, second = services
     second.metrics.refused(CHAT)
-    with second.admit(2):
+    with second.admit([3, 4]):
         assert (first.open_requests, first.unanswered_requests) == (2, 2)
         assert samples(first)['tetrad_worker_open_requests{worker="1"}'] == 2
         first.tally.bury(1)
@@ -83,11 +84,11 @@ def test_who_dies_leaves_its_counts_and_nothing_open(services: list[Service]):
 def test_the_queue_s_limit_is_of_the_whole_server(services: list[Service], engine: FakeEngine):
     first, second = services
     engine.info["max_running_requests"] = 2
-    with first.admit(1), second.admit(2):
+    with first.admit([1]), second.admit([3, 4]):
         for service in services:
-            with pytest.raises(CapacityError, match="2 requests would wait"), service.admit(1):
+            with pytest.raises(CapacityError, match="2 requests would wait"), service.admit([1]):
                 pass
-    with second.admit(3):
+    with second.admit([1, 1, 1]):
         assert first.open_requests == 3
     assert first.open_requests == 0
 

@@ -7,6 +7,7 @@
     │   ├── UnsupportedError         2   a backend, device or layout that cannot run here
     │   └── RequestError             2   one request's body or limits (HTTP 4xx at the door)
     ├── CapacityError                3   the server is full or shutting down (HTTP 503)
+    ├── DeadlineError                4   a request's time was up (HTTP 504)
     ├── EngineDiedError              5   the engine process ended; the text carries its reason
     └── BenchFailure                 6   a benchmark ran but its figures must not be used
 
@@ -54,13 +55,21 @@ class RequestError(UserError):
 
 
 class CapacityError(TetradError):
-    """The server cannot take the request now. `retry_after_s` goes into the Retry-After header."""
+    """The server cannot take the request now. `retry_after_s` goes into the Retry-After header.
+    With `is_share` it could, but this client has had its share of the queue."""
 
     exit_code = 3
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 1, is_share: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_share = is_share
+
+
+class DeadlineError(TetradError):
+    """A request's time was up before it was finished."""
+
+    exit_code = 4
 
 
 class EngineDiedError(TetradError):

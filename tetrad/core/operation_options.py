@@ -86,7 +86,7 @@ class OperationOptions(Config):
         group="Access",
     )
     max_request_body: float = option(
-        32.0, "Most MiB that the body of a request may have.", group="Access", gt=0, le=4096
+        32.0, "Most MiB that the body of a request may have.", group="Access", gt=0, le=256
     )
     root_path: str = option(
         "",
@@ -135,10 +135,3 @@ class OperationOptions(Config):
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError("--root-path begins with / and does not end with one, as in /llm")
         return self
-
-    @property
-    def preemption_threshold(self) -> int | None:
-        """Of priorities; None when nobody has any."""
-        if not self.enable_priority_scheduling:
-            return None
-        return self.priority_scheduling_preemption_threshold

@@ -221,12 +221,13 @@ class Engine:
 
 def scheduler_of(config: ServeConfig, limits: Limits) -> Scheduler:
     """As a configuration says."""
+    threshold = config.priority_scheduling_preemption_threshold
     return Scheduler(
         limits,
         use_prefix_cache=not config.disable_radix_cache,
         draw_seed=lambda n: derived_seed(config.random_seed, n),
         conservativeness=config.schedule_conservativeness,
-        preemption_threshold=config.preemption_threshold,
+        preemption_threshold=threshold if config.enable_priority_scheduling else None,
     )
 
 

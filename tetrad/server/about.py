@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -14,7 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import tetrad
-from tetrad.core.errors import RequestError, TetradError
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import TetradError
+from tetrad.core.option import secrets
 from tetrad.core.request import Request as EngineRequest
 from tetrad.core.request import SamplingParams
 from tetrad.server.choices import new_id
@@ -24,8 +25,6 @@ from tetrad.server.service import Service
 
 HEALTH_GENERATE_TIMEOUT_S = 20.0
 STATE_TIMEOUT_S = 5.0
-FLUSH_RETRY_S = 0.05
-MAX_FLUSH_TIMEOUT_S = 600.0
 
 
 async def models(service: Service, _request: Request) -> Response:
@@ -81,8 +80,8 @@ async def server_info(service: Service, _request: Request) -> Response:
         **_resolved(service),
         "model_path": str(service.model.folder),
         "tokenizer_path": str(service.model.text_folder),
-        "api_key_required": service.config.api_key is not None,
-        "launch_command": shlex.join(_without_key(service.command)),
+        "api_key_required": service.keys.are_for_users,
+        "launch_command": shlex.join(_without_secrets(service.command)),
         "version": tetrad.__version__,
         "startup_time": service.startup_s,
         "frontend": "python",
@@ -101,7 +100,7 @@ async def server_info(service: Service, _request: Request) -> Response:
 def _resolved(service: Service) -> dict[str, Any]:
     """Every option with the value in effect, whether it was asked for or chosen."""
     info, model = service.engine.info, service.model
-    asked = service.config.model_dump(mode="json", exclude={"api_key"})
+    asked = service.config.model_dump(mode="json", exclude=secrets(ServeConfig))
     chosen = {name: info[name] for name in asked if name in info}
     return (
         asked
@@ -124,13 +123,15 @@ async def _state(engine: EnginePort) -> dict[str, Any] | None:
         return None
 
 
-def _without_key(arguments: Sequence[str]) -> list[str]:
-    """The command line, with the key's value replaced."""
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The command line, with the values of keys and passwords replaced."""
+    hidden = ["--" + name.replace("_", "-") for name in secrets(ServeConfig)]
     shown = list(arguments)
     for i, argument in enumerate(arguments):
-        if argument.startswith("--api-key="):
-            shown[i] = "--api-key=..."
-        elif argument == "--api-key" and i + 1 < len(arguments):
+        flag, equals, _ = argument.partition("=")
+        if flag in hidden and equals:
+            shown[i] = f"{flag}=..."
+        elif flag in hidden and i + 1 < len(arguments):
             shown[i + 1] = "..."
     return shown
 
@@ -160,34 +161,6 @@ def _internal_state(service: Service) -> dict[str, Any]:
         "disaggregation_mode": "null",
         "world_size": service.config.tp,
     }
-
-
-async def flush_cache(service: Service, request: Request) -> Response:
-    """Empty the prefix cache; `?timeout=s` waits that long for running requests to end."""
-    deadline = time.monotonic() + _timeout(request)
-    while True:
-        ok, text = await service.engine.flush_cache()
-        if ok or time.monotonic() >= deadline:
-            break
-        await asyncio.sleep(FLUSH_RETRY_S)
-    return PlainTextResponse(
-        "Cache flushed.\n" if ok else f"Cache not flushed. {text}\n",
-        status_code=200 if ok else 400,
-    )
-
-
-def _timeout(request: Request) -> float:
-    text = request.query_params.get("timeout", "0")
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = -1.0
-    if not 0.0 <= timeout_s <= MAX_FLUSH_TIMEOUT_S:
-        raise RequestError(
-            f"timeout must be seconds from 0 to {MAX_FLUSH_TIMEOUT_S:g}, not {text[:32]!r}.",
-            param="timeout",
-        )
-    return timeout_s
 
 
 async def health(service: Service, _request: Request) -> Response:

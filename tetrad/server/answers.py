@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tetrad.core.errors import TetradError
+from tetrad.server.arrival import arrival
 from tetrad.server.encoding import DONE, event, json_bytes
 from tetrad.server.failures import body_of
 
@@ -50,7 +51,8 @@ class LaterJson(Response):
         await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        self.body = json_bytes(await self._work())
+        async with in_time():
+            self.body = json_bytes(await self._work())
         self.headers["content-length"] = str(len(self.body))
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -80,12 +82,13 @@ class EventStream(Response):
         turn = Turn()
         async with contextlib.aclosing(self._events()) as events:
             try:
-                async for piece in events:
-                    if not has_started:
-                        has_started = True
-                        await self._start(send)
-                    await _send_piece(send, piece)
-                    await turn.give_way()
+                async with in_time():
+                    async for piece in events:
+                        if not has_started:
+                            has_started = True
+                            await self._start(send)
+                        await _send_piece(send, piece)
+                        await turn.give_way()
                 if self._wire.end:
                     await _send_piece(send, self._wire.end)
             except TetradError as error:
@@ -98,6 +101,19 @@ class EventStream(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
+
+
+@contextlib.asynccontextmanager
+async def in_time() -> AsyncIterator[None]:
+    """Raise DeadlineError in the block when the time of the request is up."""
+    now = arrival()
+    try:
+        async with asyncio.timeout(now.seconds_left) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise now.too_late() from None
 
 
 class Turn:

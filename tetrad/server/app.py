@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,15 +10,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tetrad
-from tetrad.core.errors import CapacityError, RequestError, TetradError
+from tetrad.core.errors import CapacityError, DeadlineError, RequestError, TetradError
 from tetrad.server import (
     about,
+    admin,
     chat,
     completions,
     messages,
@@ -29,28 +28,32 @@ from tetrad.server import (
     tokens,
 )
 from tetrad.server.absent import ABSENT
+from tetrad.server.access import KeyCheck
 from tetrad.server.bodies import WARNING_HEADER, Body
-from tetrad.server.failures import error_response, response_of, route_of
+from tetrad.server.failures import error_response, path_of, response_of, route_of
 from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
+from tetrad.server.requests import REQUEST_ID, RequestDoor
 from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.service import Service
 
-OPEN_PATHS = frozenset({"/health"})
-"""Served without a key, for those who watch over the process."""
+EXPOSED_HEADERS = (REQUEST_ID, WARNING_HEADER, "Retry-After")
+"""That scripts of other origins may read."""
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
 class Route:
-    """`body` is what the handler reads, for the OpenAPI document."""
+    """`body` is what the handler reads, for the OpenAPI document; `is_admin`: it changes the server
+    for all."""
 
     methods: tuple[str, ...]
     path: str
     handler: Handler
     body: type[Body] | None = None
+    is_admin: bool = False
 
 
 ROUTES = (
@@ -71,7 +74,13 @@ ROUTES = (
     Route(("GET",), "/get_model_info", about.model_info),
     Route(("GET",), "/server_info", about.server_info),
     Route(("GET",), "/get_server_info", about.server_info),
-    Route(("GET", "POST"), "/flush_cache", about.flush_cache),
+    Route(("GET", "POST"), "/flush_cache", admin.flush_cache, is_admin=True),
+    Route(("POST",), "/abort_request", admin.abort_request, admin.AbortBody, is_admin=True),
+    Route(("POST",), "/pause_generation", admin.pause_generation, admin.PauseBody, is_admin=True),
+    Route(("POST",), "/continue_generation", admin.continue_generation, is_admin=True),
+    Route(("POST",), "/start_profile", admin.start_profile, admin.ProfileBody, is_admin=True),
+    Route(("POST",), "/stop_profile", admin.stop_profile, is_admin=True),
+    Route(("POST",), "/configure_logging", admin.logs, admin.LoggingBody, is_admin=True),
     Route(("GET",), "/health", about.health),
     Route(("GET",), "/health_generate", about.health_generate),
     Route(("GET",), "/metrics", about.metrics),
@@ -98,9 +107,26 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(TetradError, _Failures(service).of_tetrad)
     app.add_exception_handler(HTTPException, _of_http)
     app.add_exception_handler(Exception, _of_bug)
-    if service.config.api_key is not None:
-        app.add_middleware(KeyCheck, key=service.config.api_key)
+    _add_layers(app, service)
     return app
+
+
+def _add_layers(app: FastAPI, service: Service) -> None:
+    """What a request passes on its way to its route; who is added last is the first that it
+    meets."""
+    origins = service.config.allowed_origins
+    admin_paths = [route.path for route in ROUTES if route.is_admin]
+    app.add_middleware(KeyCheck, keys=service.keys, admin_paths=admin_paths, origins=origins)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    # Around the layer that turns bugs into answers, too, which is Starlette's outermost.
+    app.middleware_stack = RequestDoor(app.build_middleware_stack(), service)
 
 
 _SCHEMAS = "#/components/schemas/"
@@ -135,30 +161,6 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
     return endpoint
 
 
-class KeyCheck:
-    """Lets through who brings the key as a bearer token, or as Anthropic's clients do; comparing
-    takes the same time for any wrong one."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            headers = Headers(scope=scope)
-            given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
-            if not hmac.compare_digest(given.encode("latin-1"), self._expected):
-                response = error_response(
-                    "This server needs its API key, as the header Authorization: Bearer KEY or "
-                    "x-api-key: KEY.",
-                    401,
-                    path=scope["path"],
-                )
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 class _Failures:
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -166,26 +168,29 @@ class _Failures:
     async def of_tetrad(self, request: Request, error: Exception) -> Response:
         """Our own errors carry their sentence and their status."""
         assert isinstance(error, TetradError)
+        if isinstance(error, DeadlineError):
+            self._service.metrics.timed_out()
         if isinstance(error, RequestError | CapacityError):
             self._service.metrics.refused(route_of(request))
-        return response_of(error, request.url.path)
+        return response_of(error, path_of(request.scope))
 
 
 async def _of_http(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
+    path = path_of(request.scope)
     known = ", ".join(route.path for route in ROUTES if "{" not in route.path)
     allowed = (error.headers or {}).get("Allow", "another method")
-    missing = f"There is no {request.url.path[:200]!r} here; there are {known}."
+    missing = f"There is no {path[:200]!r} here; there are {known}."
     message = {
-        404: ABSENT.get(request.url.path.removeprefix("/v1"), missing),
-        405: f"{request.method} is not possible on {request.url.path[:200]!r}; {allowed} is.",
+        404: ABSENT.get(path.removeprefix("/v1"), missing),
+        405: f"{request.method} is not possible on {path[:200]!r}; {allowed} is.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers or {})
-    return error_response(message, error.status_code, headers=headers, path=request.url.path)
+    return error_response(message, error.status_code, headers=headers, path=path)
 
 
 async def _of_bug(request: Request, _error: Exception) -> Response:
     """Anything else is a bug of ours; its traceback goes to the log, not to the client."""
     message = "The server failed on this request; its log says why."
-    return error_response(message, 500, path=request.url.path)
+    return error_response(message, 500, path=path_of(request.scope))

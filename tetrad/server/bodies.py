@@ -21,9 +21,9 @@ from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from starlette.requests import ClientDisconnect, Request
 
 from tetrad.core.errors import RequestError, nearest
+from tetrad.server.arrival import arrival
 from tetrad.server.weight import HELD, LIGHT_BYTES, check_weight
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
 WARNING_HEADER = "X-Tetrad-Warning"
 MAX_WARNINGS = 4
 MAX_SHOWN_CHARACTERS = 64
@@ -63,14 +63,17 @@ class OpenBody(Body):
 BodyType = TypeVar("BodyType", bound=Body)
 
 
-async def read_body(request: Request, body_type: type[BodyType]) -> BodyType:
-    """The validated body. Raises RequestError (400 or 413) with a sentence and the field. Unknown
-    fields become `request.state.warnings`, or a RequestError too if `app.state.is_strict`."""
+async def read_body(
+    request: Request, body_type: type[BodyType], *, or_empty: bool = False
+) -> BodyType:
+    """The validated body; with `or_empty` none is an empty one. Raises RequestError (400 or 413)
+    with a sentence and the field. Unknown fields become `request.state.warnings`, or a RequestError
+    too if `app.state.is_strict`."""
     raw = bytearray()
     try:
         await _read(request, raw)
         await check_weight(raw)
-        body = body_type.model_validate_json(raw)
+        body = body_type.model_validate_json(raw if raw.strip() or not or_empty else b"{}")
     except ValidationError as error:
         raise _request_error(error) from None
     finally:
@@ -84,6 +87,7 @@ async def read_body(request: Request, body_type: type[BodyType]) -> BodyType:
         sentence, name = told[0]
         raise RequestError(f"{sentence} The server runs with --strict-api.", param=name)
     request.state.warnings = [sentence for sentence, _ in told]
+    arrival().ask(getattr(body, "priority", None), getattr(body, "timeout", None))
     return body
 
 
@@ -119,22 +123,25 @@ def _unknown(path: str, name: str, kind: type[Body]) -> tuple[str, str]:
 
 
 async def _read(request: Request, raw: bytearray) -> None:
+    most_mib = arrival().config.max_request_body
+    most_bytes = most_mib * 2**20
     announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise _too_large()
+    if announced.isdecimal() and int(announced) > most_bytes:
+        raise _too_large(most_mib)
     try:
         async for piece in request.stream():
-            if len(raw) + len(piece) > MAX_BODY_BYTES:
-                raise _too_large()
+            if len(raw) + len(piece) > most_bytes:
+                raise _too_large(most_mib)
             HELD.grow(len(raw), len(raw) + len(piece))
             raw += piece
     except ClientDisconnect:
         raise RequestError("The connection was closed before the body was complete.") from None
 
 
-def _too_large() -> RequestError:
+def _too_large(most_mib: float) -> RequestError:
     return RequestError(
-        f"The body is larger than {MAX_BODY_BYTES // 2**20} MiB, the most this server reads.",
+        f"The body is larger than {most_mib:g} MiB, the most this server reads "
+        "(--max-request-body).",
         http_status=413,
     )
 

@@ -10,16 +10,19 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from tetrad.core.errors import EngineDiedError, RequestError
-from tetrad.core.request import Request, SamplingParams
+from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
+from tetrad.server.gate import Admission
 from tetrad.server.metrics import RequestWatch
-from tetrad.server.service import Admission, Service
+from tetrad.server.service import Service
 from tetrad.server.session import Delta, GenerationError, Session
 
 _log = logging.getLogger(__name__)
 
 NUM_SEEDS = 2**63
+ABORTED = Finish("abort")
 MAX_CHOICES = 1024
 """Most answers of one HTTP request."""
 
@@ -59,6 +62,7 @@ def make_choices(
             f"{len(prompts)} prompts with {num_each} choices each are {num_choices} answers; one "
             f"request may ask for {MAX_CHOICES}."
         )
+    now = arrival()
     choices: list[Choice] = []
     for ids, params in prompts:
         for number in range(num_each):
@@ -66,7 +70,9 @@ def make_choices(
             if params.seed is not None:
                 own = replace(params, seed=(params.seed + number) % NUM_SEEDS)
             rid = f"{answer_id}-{len(choices)}" if num_choices > 1 else answer_id
-            request = Request(rid, tuple(ids), own)
+            request = Request(
+                rid, tuple(ids), own, now.priority, now.key_name, request_id=now.request_id
+            )
             choices.append(Choice(request, session(own.min_new_tokens), number == 0))
     return choices
 
@@ -86,7 +92,7 @@ async def generate(service: Service, route: str, choices: Sequence[Choice]) -> D
     """Run all choices; yields until every one has finished. Closing early aborts the rest."""
     engine = service.engine
     with (
-        service.admit(len(choices)) as admission,
+        service.admit([len(choice.request.prompt_ids) for choice in choices]) as admission,
         RequestWatch(service.metrics, route, len(choices)) as watch,
     ):
         prompts = _prompts_known(choices, shares=not service.config.disable_radix_cache)
@@ -104,6 +110,9 @@ async def generate(service: Service, route: str, choices: Sequence[Choice]) -> D
             except GenerationError as error:
                 _log.error("%s failed: %s", choices[0].request.rid, error)
                 raise
+            finally:
+                told = arrival()
+                told.completion_tokens = sum(choice.session.completion_tokens for choice in choices)
 
 
 def _prompts_known(choices: Sequence[Choice], *, shares: bool) -> list[asyncio.Event | None]:
@@ -130,16 +139,20 @@ async def _deltas(
     session = choice.session
     if prompt_known is not None and not choice.is_first:
         await prompt_known.wait()
+        if arrival().finish == "abort":
+            yield index, session.feed(RequestOutput(choice.request.rid, (), finish=ABORTED))
+            return
     async with aclosing(engine.generate(choice.request)) as outputs:
         async for output in outputs:
             if session.completion_tokens == 0:
-                watch.first_token(index)
-                admission.first_token()
+                if output.token_ids:
+                    watch.first_token(index, output)
+                admission.first_token(index)
                 if prompt_known is not None:
                     prompt_known.set()
             delta = session.feed(output)
             if delta.finish is not None:
-                watch.last_token(index, session.completion_tokens)
+                watch.last_token(index, session.completion_tokens, delta.finish.reason)
             yield index, delta
             if delta.finish is not None:
                 return

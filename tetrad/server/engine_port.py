@@ -4,11 +4,11 @@ their own."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 from tetrad.core.errors import EngineDiedError
-from tetrad.core.messages import EngineStats
+from tetrad.core.messages import EngineStats, LogSettings, Reply
 from tetrad.core.request import Request, RequestOutput
 
 
@@ -58,6 +58,12 @@ class EnginePort(Protocol):
 
     async def flush_cache(self) -> tuple[bool, str]:
         """Empty the prefix cache; False with the reason while anything runs or waits."""
+
+    on_log_settings: Callable[[LogSettings], None] | None
+    """Hears what any API process was told to log."""
+
+    async def ask(self, name: str, **arguments: Any) -> Reply:
+        """An operator's order, see `engine/calls.py`. Raises EngineDiedError."""
 
     async def state(self) -> dict[str, Any]:
         """Stats read now, and whether the cache's books balance."""

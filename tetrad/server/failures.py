@@ -7,17 +7,27 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from tetrad.core.errors import CapacityError, EngineDiedError, RequestError, TetradError
+from tetrad.core.errors import (
+    CapacityError,
+    DeadlineError,
+    EngineDiedError,
+    RequestError,
+    TetradError,
+)
 from tetrad.server.encoding import json_bytes
 
 MAX_CHARACTERS = 2000
 
 _KINDS = {
     401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "forbidden"),
     404: ("invalid_request_error", "not_found"),
     413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "queue_share_used"),
     503: ("server_error", "unavailable"),
+    504: ("timeout_error", "deadline_exceeded"),
 }
 
 
@@ -30,6 +40,7 @@ _ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -37,6 +48,10 @@ def http_status(error: TetradError) -> int:
     """4xx is the client's to mend, 503 passes, 500 is ours."""
     if isinstance(error, RequestError):
         return error.http_status
+    if isinstance(error, DeadlineError):
+        return 504
+    if isinstance(error, CapacityError) and error.is_share:
+        return 429
     return 503 if isinstance(error, CapacityError | EngineDiedError) else 500
 
 
@@ -85,12 +100,20 @@ def error_response(
 
 
 def response_of(error: TetradError, path: str = "") -> Response:
-    """The response for an error of ours; 503 says when to come back."""
+    """The response for an error of ours; 429 and 503 say when to come back, 504 not to."""
     headers = {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, DeadlineError):
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients would send it again by themselves
     param = error.param if isinstance(error, RequestError) else None
     return error_response(str(error), http_status(error), param, headers, path=path)
+
+
+def path_of(scope: Scope) -> str:
+    """The path below --root-path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
 
 
 def route_of(request: Request) -> str:

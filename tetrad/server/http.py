@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
+from tetrad.core.config import ServeConfig
+from tetrad.core.errors import ConfigError
 from tetrad.server.app import build_app
 from tetrad.server.beat import beat
 from tetrad.server.connections import Connection
@@ -28,13 +32,14 @@ class HttpServer:
         config = uvicorn.Config(
             build_app(service),
             log_config=None,
-            access_log=service.config.log_level == "debug",
+            access_log=False,  # the server has its own, which shows no query
             lifespan="off",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             http=Connection,
             ws="none",
             timeout_graceful_shutdown=LAST_BYTES_S,
+            **tls(service.config),
         )
         self._server = _Uvicorn(config)
         self._beat = asyncio.ensure_future(beat(service.tally))
@@ -53,6 +58,37 @@ class HttpServer:
             await self.ended
         finally:
             self._beat.cancel()
+
+
+def tls(config: ServeConfig) -> dict[str, Any]:
+    """uvicorn's options for HTTPS; none without a certificate."""
+    if config.ssl_certfile is None:
+        return {}
+    return {
+        "ssl_certfile": config.ssl_certfile,
+        "ssl_keyfile": config.ssl_keyfile,
+        "ssl_keyfile_password": config.ssl_keyfile_password,
+        "ssl_ca_certs": None if config.ssl_ca_certs is None else str(config.ssl_ca_certs),
+        "ssl_cert_reqs": ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+    }
+
+
+def check_tls(config: ServeConfig) -> None:
+    """Raise ConfigError when the files of HTTPS cannot be used."""
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile, lambda: config.ssl_keyfile_password or ""
+        )
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"HTTPS cannot be served with --ssl-certfile {config.ssl_certfile}: {error}; it needs "
+            "a certificate in PEM, and its key there or in --ssl-keyfile."
+        ) from None
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,16 +1,20 @@
 """Starting and ending the server: its first API process, and often its only one.
 
-    bind the port → answer /health with 503 → start the engine and further API processes → serve
+    look at model, keys and certificate → bind the port → answer /health with 503
+    → start the engine and further API processes → serve
     SIGTERM, SIGINT → 503 to newcomers, let the others finish → stop the engine → exit 0
     the engine dies or sticks → every open request gets an error → exit 5, reason on stderr
 
-The port is bound first: a taken port is told in a second, not after a model was loaded.
+What is wrong with the flags or the folder is told before the port is tried, and a taken port before
+the model is loaded: all that within a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
+import ipaddress
 import os
 import signal
 import socket
@@ -31,7 +35,7 @@ from tetrad.engine.client import EngineClient
 from tetrad.engine.share import usable_processors
 from tetrad.server.console import Console
 from tetrad.server.engine_port import StartedEngine
-from tetrad.server.http import HttpServer
+from tetrad.server.http import HttpServer, check_tls
 from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
@@ -55,9 +59,10 @@ def run(config: ServeConfig, start_engine: StartEngine = EngineClient.start) -> 
     set_up_logging(config)
     try:
         resolved = _resolve(config)
+        service = _service(resolved)
         with _bind(resolved) as listener:
-            _warn_if_open(resolved, console)
-            return uvloop.run(Launch(resolved, listener, console).serve(start_engine))
+            _warn_if_open(service, listener, console)
+            return uvloop.run(Launch(service, listener, console).serve(start_engine))
     except TetradError as error:
         console.error(str(error))
         return error.exit_code
@@ -68,6 +73,11 @@ def _resolve(config: ServeConfig) -> ServeConfig:
     if config.tp > 1:
         raise UnsupportedError(
             f"--tp {config.tp} is not supported in this version; leave it out to use one device."
+        )
+    if config.device == "cuda" and config.load_format != "null" and not _has_driver():
+        raise UnsupportedError(
+            "--device cuda: this machine has no NVIDIA driver, so no GPU can be used; --device cpu "
+            "runs without one."
         )
     folder = model_folder(config.model)
     if config.load_format == "auto" and not folder.is_dir():
@@ -83,6 +93,25 @@ def _resolve(config: ServeConfig) -> ServeConfig:
             "api_workers": config.api_workers or automatic(usable_processors()),
         }
     )
+
+
+def _has_driver() -> bool:
+    """Whether CUDA can be there at all: so much is known without torch."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _service(config: ServeConfig) -> Service:
+    """What serving needs besides the engine and the port. Raises what is wrong with it."""
+    check_tls(config)
+    num_workers = config.api_workers or 1
+    tally = Tally() if num_workers == 1 else Tally.shared(num_workers)
+    num_stored = config.max_stored_responses
+    shelf = None if num_workers == 1 or not num_stored else Shelf.shared(num_stored)
+    return Service(config, ServedModel.load(config), tally, shelf)
 
 
 def _bind(config: ServeConfig) -> socket.socket:
@@ -128,8 +157,10 @@ def _bound(
     return listener
 
 
-def _warn_if_open(config: ServeConfig, console: Console) -> None:
-    if config.host in EVERYWHERE and config.api_key is None:
+def _warn_if_open(service: Service, listener: socket.socket, console: Console) -> None:
+    config = service.config
+    address = ipaddress.ip_address(listener.getsockname()[0])
+    if not address.is_loopback and not service.keys.are_for_users:
         console.say(
             f"Warning: --host {config.host} without --api-key lets everyone who reaches this "
             "machine use the model."
@@ -139,15 +170,11 @@ def _warn_if_open(config: ServeConfig, console: Console) -> None:
 class Launch:
     """One server from start to end."""
 
-    def __init__(self, config: ServeConfig, listener: socket.socket, console: Console) -> None:
-        self._config = config
+    def __init__(self, service: Service, listener: socket.socket, console: Console) -> None:
+        self._config = service.config
         self._listener = listener
         self._console = console
-        num_workers = config.api_workers or 1
-        tally = Tally() if num_workers == 1 else Tally.shared(num_workers)
-        num_stored = config.max_stored_responses
-        shelf = None if num_workers == 1 or not num_stored else Shelf.shared(num_stored)
-        self._service = Service(config, ServedModel.load(config), tally, shelf)
+        self._service = service
         self._told_to_end = asyncio.Event()
         self._told_at = 0.0
 
@@ -165,6 +192,7 @@ class Launch:
         finally:
             await workers.stop()
             await http.end()
+            self._service.reporter.close()
         return 0
 
     async def _started(
@@ -269,5 +297,6 @@ class Launch:
 def url(config: ServeConfig, listener: socket.socket) -> str:
     """Where clients on this machine find the server."""
     port = listener.getsockname()[1]
+    scheme = "http" if config.ssl_certfile is None else "https"
     host = "127.0.0.1" if config.host in EVERYWHERE else config.host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

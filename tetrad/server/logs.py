@@ -6,6 +6,7 @@ import logging
 import sys
 
 from tetrad.core.config import ServeConfig
+from tetrad.server.reporter import set_up_access_log
 
 
 def set_up_logging(config: ServeConfig, speaker: str = "") -> None:
@@ -16,6 +17,7 @@ def set_up_logging(config: ServeConfig, speaker: str = "") -> None:
         stream=sys.stderr,
         force=True,
     )
+    set_up_access_log()
     # uvicorn's own announcements say less than ours.
     quiet = logging.INFO if config.log_level == "debug" else logging.ERROR
     logging.getLogger("uvicorn").setLevel(quiet)

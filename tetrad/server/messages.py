@@ -121,8 +121,8 @@ class _Answer:
             return {"stop_reason": None, "stop_sequence": None}
         if isinstance(finish.matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
-        reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-        return {"stop_reason": reason[finish.reason], "stop_sequence": None}
+        reason = {"stop": "end_turn", "tool_calls": "tool_use"}
+        return {"stop_reason": reason.get(finish.reason, "max_tokens"), "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """Tokens from the prefix cache are not among Anthropic's input_tokens."""

@@ -6,31 +6,33 @@ Counts are kept in the tally that all API processes share, so that any of them s
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.utils import floatToGoString
 
 from tetrad.core.errors import CapacityError, RequestError
 from tetrad.core.messages import EngineStats
-from tetrad.server.tally import FIRST_COUNTER, NUM_COLUMNS, OPEN, UNANSWERED, Tally
+from tetrad.core.request import RequestOutput
+from tetrad.server.arrival import arrival
+from tetrad.server.histograms import SECONDS, TOKEN_SECONDS, TOKENS, Histogram
+from tetrad.server.metric_names import HISTOGRAMS, Labels, families
+from tetrad.server.tally import (
+    FIRST_COUNTER,
+    NUM_COLUMNS,
+    OPEN,
+    UNANSWERED,
+    UNANSWERED_TOKENS,
+    Tally,
+)
 
 Outcome = Literal["success", "cancelled", "failed", "refused"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+FINISHES = ("stop", "length", "tool_calls", "abort")
 OTHER_ROUTE = "other"
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 
 
 class WatchedEngine(Protocol):
@@ -47,21 +49,31 @@ class WatchedEngine(Protocol):
 class Metrics:
     """What one API process counts, and the sums over all of them."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: Tally, model: str = "") -> None:
+        """`model`: its name, with which the names of others are labelled."""
         self.tally = tally
+        self.labels = Labels(model)
         self.registry = CollectorRegistry()
         self._num_columns = FIRST_COUNTER
-        self.first_token = self._histogram(
-            "time_to_first_token", "From the request's arrival to its first token.", _SECONDS
+        self._histograms: dict[str, Histogram] = {}
+        add = self._histogram
+        self.first_token = add("time_to_first_token_seconds", "To its first token.", SECONDS)
+        self.per_token = add(
+            "time_per_output_token_seconds",
+            "Mean time between tokens after the first.",
+            TOKEN_SECONDS,
         )
-        self.per_token = self._histogram(
-            "time_per_output_token", "Mean time between tokens after the first.", _TOKEN_SECONDS
-        )
-        self.whole = self._histogram(
-            "request_duration", "From a request's arrival to its last token.", _SECONDS
-        )
+        self.whole = add("request_duration_seconds", "To its last token.", SECONDS)
+        self.queue = add("queue_seconds", "From the engine's knowing of it to its start.", SECONDS)
+        self.prefill = add("prefill_seconds", "From its start to its first token.", SECONDS)
+        self.decode = add("decode_seconds", "From its first token to its last.", SECONDS)
+        self.prompt_tokens = add("request_prompt_tokens", "Of a request's prompt.", TOKENS)
+        self.generated = add("request_generated_tokens", "Of a finished answer.", TOKENS)
         self._requests: dict[tuple[str, Outcome], int] = {}
         self.tell_apart((OTHER_ROUTE,))
+        first = self._columns(len(FINISHES))
+        self._finishes = {name: first + i for i, name in enumerate(FINISHES)}
+        self._timeouts = self._columns(1)
         self.registry.register(self)
 
     def tell_apart(self, routes: Iterable[str]) -> None:
@@ -71,9 +83,10 @@ class Metrics:
                 first = self._columns(len(OUTCOMES))
                 self._requests |= {(route, out): first + i for i, out in enumerate(OUTCOMES)}
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> _Histogram:
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         first = self._columns(len(bounds) + 2)
-        return _Histogram(self.tally, first, f"tetrad_{name}_seconds", text, bounds)
+        self._histograms[name] = histogram = Histogram(self.tally, first, text, bounds)
+        return histogram
 
     def _columns(self, num: int) -> int:
         """The first of so many columns that nothing else uses."""
@@ -84,7 +97,7 @@ class Metrics:
 
     def watch(self, engine: WatchedEngine) -> None:
         """Read the engine at each scrape from now on."""
-        self.registry.register(_EngineCollector(engine, self.tally))
+        self.registry.register(_EngineCollector(engine, self.tally, self.labels))
 
     def count(self, route: str, outcome: Outcome) -> None:
         """An HTTP request for generation is over."""
@@ -94,6 +107,14 @@ class Metrics:
     def refused(self, route: str) -> None:
         """A request was turned away with an HTTP status before it generated anything."""
         self.count(route, "refused")
+
+    def finished(self, reason: str) -> None:
+        """A sequence has ended."""
+        self.tally.add(self._finishes[reason])
+
+    def timed_out(self) -> None:
+        """A request's time was up."""
+        self.tally.add(self._timeouts)
 
     def exposition(self) -> bytes:
         """The text format of Prometheus."""
@@ -110,59 +131,78 @@ class Metrics:
             if (num := self.tally.total(column)) > 0:
                 requests.add_metric(labels, num)
         yield requests
-        for histogram in (self.first_token, self.per_token, self.whole):
-            yield histogram.family()
+        yield CounterMetricFamily(
+            "tetrad_request_timeouts",
+            "HTTP requests whose time was up.",
+            value=self.tally.total(self._timeouts),
+        )
+        yield from self._ends()
+        for ours, histogram in self._histograms.items():
+            for name, labelled in self.labels.all_of(ours, *HISTOGRAMS[ours]):
+                yield histogram.family(name, labelled)
 
-
-class _Histogram:
-    """Columns: how many values fell below each bound but not the one before, those above all, and
-    the values' sum."""
-
-    def __init__(
-        self, tally: Tally, first: int, name: str, text: str, bounds: Sequence[float]
-    ) -> None:
-        self._tally = tally
-        self._first = first
-        self._name = name
-        self._text = text
-        self._bounds = bounds
-
-    def observe(self, value: float) -> None:
-        self._tally.add(self._first + bisect_left(self._bounds, value))
-        self._tally.add(self._first + len(self._bounds) + 1, value)
-
-    def family(self) -> HistogramMetricFamily:
-        """The sums over all processes."""
-        columns = range(self._first, self._first + len(self._bounds) + 2)
-        *counts, values_sum = map(self._tally.total, columns)
-        names = map(floatToGoString, (*self._bounds, float("inf")))
-        buckets = list(zip(names, accumulate(counts), strict=True))
-        return HistogramMetricFamily(self._name, self._text, buckets, values_sum)
+    def _ends(self) -> Iterable[Metric]:
+        counts = {name: self.tally.total(column) for name, column in self._finishes.items()}
+        ours = CounterMetricFamily(
+            "tetrad_finished", "Sequences by why they ended.", labels=("reason",)
+        )
+        theirs = CounterMetricFamily(
+            "vllm:request_success",
+            "Sequences by why they ended.",
+            labels=("model_name", "engine", "finished_reason"),
+        )
+        for reason, count in counts.items():
+            ours.add_metric((reason,), count)
+            theirs.add_metric((self.labels.model, "0", reason), count)
+        label = ("model_name",)
+        total = CounterMetricFamily("sglang:num_requests", "Sequences that ended.", labels=label)
+        total.add_metric((self.labels.model,), sum(counts.values()))
+        aborted = CounterMetricFamily(
+            "sglang:num_aborted_requests", "Sequences that were aborted.", labels=label
+        )
+        aborted.add_metric((self.labels.model,), counts["abort"])
+        return ours, theirs, total, aborted
 
 
 class RequestWatch:
     """Times one HTTP request; leaving its context counts the outcome.
 
     A refusal is not counted here but where it becomes an HTTP status, with those that never came
-    this far.
+    this far. What it finds is also told to the request's `Arrival`, for log and trace.
     """
 
     def __init__(self, metrics: Metrics, route: str, num_choices: int) -> None:
         self._metrics = metrics
         self._route = route
-        self._arrived_at = time.perf_counter()
+        self._arrival = arrival()
+        self._arrived_at = self._arrival.handed_over_at = time.monotonic()
         self._first_at: list[float | None] = [None] * num_choices
 
-    def first_token(self, choice: int) -> None:
-        now = self._first_at[choice] = time.perf_counter()
-        self._metrics.first_token.observe(now - self._arrived_at)
+    def first_token(self, choice: int, output: RequestOutput) -> None:
+        """A choice has its first token."""
+        now = self._first_at[choice] = time.monotonic()
+        metrics, told = self._metrics, self._arrival
+        since = now - self._arrived_at
+        metrics.first_token.observe(since)
+        metrics.queue.observe(output.queue_s)
+        metrics.prefill.observe(max(0.0, since - output.queue_s))
+        metrics.prompt_tokens.observe(output.prompt_tokens)
+        told.prompt_tokens += output.prompt_tokens
+        told.cached_tokens += output.cached_tokens
+        if told.first_token_at is None:
+            told.first_token_at, told.queue_s = now, output.queue_s
 
-    def last_token(self, choice: int, num_tokens: int) -> None:
-        """`num_tokens`: generated in all, the first included."""
+    def last_token(self, choice: int, num_tokens: int, reason: str) -> None:
+        """A choice has ended. `num_tokens`: generated in all, the first included."""
         first_at = self._first_at[choice]
-        if first_at is not None and num_tokens > 1:
-            elapsed_s = time.perf_counter() - first_at
-            self._metrics.per_token.observe(elapsed_s / (num_tokens - 1))
+        if first_at is not None:
+            elapsed_s = time.monotonic() - first_at
+            self._metrics.decode.observe(elapsed_s)
+            if num_tokens > 1:
+                self._metrics.per_token.observe(elapsed_s / (num_tokens - 1))
+        self._metrics.generated.observe(num_tokens)
+        self._metrics.finished(reason)
+        self._arrival.finish = reason
 
     @property
     def has_started(self) -> bool:
@@ -178,49 +218,36 @@ class RequestWatch:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            self._metrics.whole.observe(time.perf_counter() - self._arrived_at)
+            self._metrics.whole.observe(time.monotonic() - self._arrived_at)
             outcome: Outcome = "success"
         elif isinstance(error, RequestError | CapacityError) and not self.has_started:
             return
         else:
             outcome = "failed" if isinstance(error, Exception) else "cancelled"
+            self._arrival.finish = "error" if outcome == "failed" else "cancelled"
         self._metrics.count(self._route, outcome)
 
 
 class _EngineCollector:
-    def __init__(self, engine: WatchedEngine, tally: Tally) -> None:
+    def __init__(self, engine: WatchedEngine, tally: Tally, labels: Labels) -> None:
         self._engine = engine
         self._tally = tally
+        self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._engine.stats
-        held = stats.used_pages / stats.total_pages if stats.total_pages else 0.0
+        yield from families(self._engine.stats, self._labels)
         gauges: dict[str, tuple[str, float]] = {
-            "running_requests": ("Sequences in the engine's steps.", stats.running_requests),
-            "waiting_requests": ("Requests the engine has not begun.", stats.waiting_requests),
             "open_requests": ("Engine requests in flight.", self._tally.total(OPEN)),
             "unanswered_requests": (
                 "Engine requests in flight without a first token.",
                 self._tally.total(UNANSWERED),
             ),
-            "cache_usage_ratio": ("Share of cache pages held by live requests.", held),
-            "cache_kept_pages": ("Pages kept only for later prefixes.", stats.cached_pages),
-            "cache_total_pages": ("Pages of the cache.", stats.total_pages),
-            "new_token_ratio": (
-                "Of the tokens a request may still get, those that admission expects.",
-                stats.new_token_ratio,
+            "unanswered_prompt_tokens": (
+                "Prompt tokens of those without a first token.",
+                self._tally.total(UNANSWERED_TOKENS),
             ),
-            "generation_tokens_per_second": ("Over the last second.", stats.gen_throughput),
             "engine_silence_seconds": ("Since last heard of.", self._engine.last_beat_age_s),
             "engine_step_age_seconds": ("Of the running step.", self._engine.step_age_s),
-        }
-        counters: dict[str, tuple[str, float]] = {
-            "prompt_tokens": ("Prompt tokens computed or cached.", stats.prompt_tokens_total),
-            "cached_tokens": ("Prompt tokens from the prefix cache.", stats.cached_tokens_total),
-            "generated_tokens": ("Tokens generated.", stats.generated_tokens_total),
-            "preemptions": ("Requests set back for want of memory.", stats.preemptions_total),
-            "nonfinite_logits": ("Requests failed by NaN or infinity.", stats.nonfinite_total),
-            "engine_steps": ("Forward passes.", stats.steps_total),
         }
         by_worker = GaugeMetricFamily(
             "tetrad_worker_open_requests",
@@ -232,5 +259,3 @@ class _EngineCollector:
         yield by_worker
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"tetrad_{name}", text, value=value)
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"tetrad_{name}", text, value=value)

@@ -24,6 +24,7 @@ from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta, Session
 
 ROUTE = "/generate"
+ABORTED = "The server's operator ended this request."
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
 WEIGHT_VERSION = "default"
@@ -175,6 +176,8 @@ class _Answer:
 def _finish_reason(finish: ChoiceFinish | None, num_tokens: int) -> dict[str, Any] | None:
     if finish is None:
         return None
+    if finish.reason == "abort":
+        return {"type": "abort", "message": ABORTED}
     if finish.reason == "length":
         return {"type": "length", "length": num_tokens}
     return {"type": "stop", "matched": finish.matched}

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tetrad.server.bodies import Accepted
 from tetrad.server.foreign import ForeignGenerate
 from tetrad.server.protocol import (
     LARGEST,
@@ -14,7 +13,9 @@ from tetrad.server.protocol import (
     MAX_TOP_LOGPROBS,
     Count,
     ManyTokenIds,
+    Priority,
     SamplingFields,
+    Seconds,
     Seed,
     Texts,
     TokenIds,
@@ -46,7 +47,8 @@ class GenerateBody(ForeignGenerate):
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    priority: Accepted = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
 
     @field_validator("input_ids")
     @classmethod

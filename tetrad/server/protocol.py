@@ -16,6 +16,7 @@ from pydantic import (
     field_validator,
 )
 
+from tetrad.server.arrival import LONGEST_TIMEOUT_S
 from tetrad.server.bodies import Accepted, Body, OpenBody
 from tetrad.server.chat_template import RESERVED
 from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
@@ -57,6 +58,8 @@ ManyTokenIds = Annotated[
     list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 ]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -125,7 +128,8 @@ class OpenAIBody(SamplingFields, ForeignOpenAI):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    priority: Accepted = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
     include_stop_str_in_output: bool | None = None
     guided_json: Grammar = None
     guided_regex: Grammar = None

@@ -90,7 +90,7 @@ class ResponseAnswer:
                 self._finish = delta.finish
                 for happened in self._reader.feed(delta):
                     yield happened
-        is_cut = self._finish is not None and self._finish.reason == "length"
+        is_cut = self._finish is not None and self._finish.reason in ("length", "abort")
         self._end("incomplete" if is_cut else "completed")
 
     def fail(self, reason: str) -> None:

@@ -145,7 +145,7 @@ def _in_background(service: Service, answer: ResponseAnswer, keeper: _Keeper) ->
             f"{MAX_BACKGROUND} responses run in the background already; try again later, or "
             "without background."
         )
-    with service.admit(0):
+    with service.admit([]):
         keeper.keep(answer)
     begun = answer.value()
     task = asyncio.create_task(_compute(service.shelf, answer))

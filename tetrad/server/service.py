@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError, EngineDiedError, TetradError
+from tetrad.server.access import Keys
+from tetrad.server.arrival import arrival
 from tetrad.server.beat import SILENCE_LIMIT_S, why_unwell
 from tetrad.server.engine_port import EnginePort
+from tetrad.server.gate import Admission, Gate
 from tetrad.server.metrics import Metrics
 from tetrad.server.model import ServedModel
+from tetrad.server.reporter import Reporter
 from tetrad.server.shelf import Shelf
 from tetrad.server.tally import OPEN, UNANSWERED, Tally
 
@@ -43,7 +47,10 @@ class Service:
             self.shelf = Shelf(config.max_stored_responses)
         self.background: set[asyncio.Task[None]] = set()
         """Responses that are computed without a connection."""
-        self.metrics = Metrics(self.tally)
+        self.metrics = Metrics(self.tally, model.name)
+        self.reporter = Reporter(config)
+        self.keys = Keys.of(config)
+        self._gate = Gate(config, self.tally, self.keys.names)
         self.phase: Phase = "starting"
         self.detail = ""
         """What is being done while starting, or why the engine died."""
@@ -74,6 +81,7 @@ class Service:
         """The engine is ready: serve. Unless `is_ready` the server is not said to be healthy yet,
         because others are not ready."""
         self._engine = engine
+        engine.on_log_settings = self.reporter.obey
         self.metrics.watch(engine)
         if is_ready:
             self.be_ready(self.age_s)
@@ -121,56 +129,17 @@ class Service:
         return why_unwell(self.tally)
 
     @contextlib.contextmanager
-    def admit(self, num_requests: int) -> Iterator[Admission]:
-        """Count engine requests in and out. Raises CapacityError when they may not come in."""
-        admission = self._let_in(num_requests)
-        try:
-            yield admission
-        finally:
-            admission.leave()
-
-    def _let_in(self, num_requests: int) -> Admission:
+    def admit(self, prompt_lens: Sequence[int]) -> Iterator[Admission]:
+        """Count engine requests in and out, one for each prompt's number of tokens. Raises
+        CapacityError when they may not come in."""
         engine = self.engine
         if self.phase == "draining":
             raise CapacityError(
                 "The server is shutting down and takes no new requests.",
                 retry_after_s=RETRY_AFTER_S["draining"],
             )
-        limit = self.config.max_queued_requests
-        if limit is None:
-            return Admission(self.tally, num_requests)
-        with self.tally.exclusive():
-            if (queued := self._queued(engine, num_requests)) > limit:
-                raise CapacityError(
-                    f"{queued} requests would wait and --max-queued-requests is {limit}; try "
-                    "again later."
-                )
-            return Admission(self.tally, num_requests)
-
-    def _queued(self, engine: EnginePort, num_requests: int) -> int:
-        """Requests that would wait if `num_requests` more came: those beyond the engine's slots,
-        and everyone new when the engine's memory makes even admitted requests wait."""
-        num_slots: int = engine.info["max_running_requests"]
-        beyond = self.open_requests + num_requests - num_slots
-        waiting = min(engine.stats.waiting_requests, self.unanswered_requests)
-        return max(beyond, waiting + num_requests if waiting else 0)
-
-
-class Admission:
-    """The engine requests of one HTTP request, as counted by the tally."""
-
-    def __init__(self, tally: Tally, num_requests: int) -> None:
-        self._tally = tally
-        self._num_requests = num_requests
-        self._num_unanswered = num_requests
-        tally.add(OPEN, num_requests)
-        tally.add(UNANSWERED, num_requests)
-
-    def first_token(self) -> None:
-        """One of the requests got its first token."""
-        self._num_unanswered -= 1
-        self._tally.add(UNANSWERED, -1)
-
-    def leave(self) -> None:
-        self._tally.add(OPEN, -self._num_requests)
-        self._tally.add(UNANSWERED, -self._num_unanswered)
+        admission = self._gate.let_in(engine, arrival().key_name, prompt_lens)
+        try:
+            yield admission
+        finally:
+            admission.leave()

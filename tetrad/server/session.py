@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tetrad.core.errors import CapacityError, TetradError
+from tetrad.core.errors import TetradError
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.server.logprobs import TokenEntry
 from tetrad.server.reasoning import Piece, ReasoningParser
@@ -29,7 +29,7 @@ class GenerationError(TetradError):
 class ChoiceFinish:
     """Why a choice ended, in OpenAI's words."""
 
-    reason: Literal["stop", "length", "tool_calls"]
+    reason: Literal["stop", "length", "tool_calls", "abort"]
     matched: int | str | None = None
     """The end token or stop string that matched."""
 
@@ -148,7 +148,7 @@ class Session:
         self.num_preemptions = 0
 
     def feed(self, output: RequestOutput) -> Delta:
-        """Take one step's tokens. Raises GenerationError or CapacityError when it has failed."""
+        """Take one step's tokens. Raises GenerationError when it has failed."""
         self.prompt_tokens = output.prompt_tokens
         self.cached_tokens = output.cached_tokens
         self.num_preemptions = output.num_preemptions
@@ -193,10 +193,11 @@ class Session:
         self._num_characters += len(text)
         self._read(self._stops.feed(text), delta)
         self._read(self._stops.flush(), delta)
-        self._close(delta, "length" if finish.reason == "length" else "stop", finish.matched_token)
+        assert finish.reason != "error"
+        self._close(delta, finish.reason, finish.matched_token)
 
     def _close(
-        self, delta: Delta, reason: Literal["stop", "length"], matched: int | str | None
+        self, delta: Delta, reason: Literal["stop", "length", "abort"], matched: int | str | None
     ) -> None:
         self._answer.finish(delta)
         self._report(delta)
@@ -222,6 +223,4 @@ def _text_tokens(output: RequestOutput) -> Sequence[int]:
         return output.token_ids
     if finish.reason == "error":
         raise GenerationError(finish.message or "The engine failed on this request.")
-    if finish.reason == "abort":
-        raise CapacityError(finish.message or "The server ended this request.")
     return output.token_ids[:-1] if finish.matched_token is not None else output.token_ids

@@ -18,11 +18,15 @@ from tetrad.core.errors import UnsupportedError
 NUM_COLUMNS = 1024
 ROW_BYTES = NUM_COLUMNS * 8
 
-OPEN, UNANSWERED, IS_SERVING, BEAT_AT, LOST_STARTS = range(5)
-"""Columns of a process's state: engine requests in flight, those of them without a first token,
-whether it takes connections, when its event loop last turned (the machine's monotonic clock), and
-how many of its starts in a row came to nothing."""
-FIRST_COUNTER = 5
+OPEN, UNANSWERED, UNANSWERED_TOKENS, IS_SERVING, BEAT_AT, LOST_STARTS = range(6)
+"""Columns of a process's state: engine requests in flight, those of them without a first token and
+the tokens of their prompts, whether it takes connections, when its event loop last turned (the
+machine's monotonic clock), and how many of its starts in a row came to nothing."""
+FIRST_OF_KEYS = 6
+"""From here on two columns for each API key: its requests without a first token, and their prompt
+tokens."""
+MOST_KEYS = 256
+FIRST_COUNTER = FIRST_OF_KEYS + 2 * (MOST_KEYS + 2)
 """The column at which counters begin, which never go back."""
 
 

@@ -61,6 +61,7 @@ class Worker:
         finally:
             await link.stop()
             await http.end()
+            self._service.reporter.close()
 
     async def _until_the_end(self, link: EngineLink, http: HttpServer) -> int:
         told = asyncio.ensure_future(self._end.wait())

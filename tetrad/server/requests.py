@@ -1,0 +1,75 @@
+"""The outermost layer: every request gets an id, a time limit, and a line when it is over.
+
+    X-Request-Id        taken when it is printable and short, else made; sent back with the answer
+    X-Request-Timeout   seconds it may take
+    traceparent         the trace that it is part of
+
+A path below `--root-path` is served whether a proxy has taken that off or not.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tetrad.core.errors import RequestError
+from tetrad.server.arrival import Arrival, begin
+from tetrad.server.failures import response_of
+from tetrad.server.service import Service
+
+REQUEST_ID = "X-Request-Id"
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+class RequestDoor:
+    """Wraps the whole application."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._root = service.config.root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        now = Arrival(given if _ID.fullmatch(given) else uuid.uuid4().hex, self._service.config)
+        now.traceparent = headers.get("traceparent", "")
+        begin(now)
+        self._find_root(scope)
+        status = 500
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(raw=message["headers"])[REQUEST_ID] = now.request_id
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, sending, now, headers.get("x-request-timeout"))
+        finally:
+            self._service.reporter.over(scope, now, status, time.monotonic() - now.began_at)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, now: Arrival, timeout: str | None
+    ) -> None:
+        try:
+            if timeout is not None:
+                now.ask_timeout(timeout)
+        except RequestError as error:
+            await response_of(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _find_root(self, scope: Scope) -> None:
+        if self._root:
+            scope["root_path"] = self._root
+            if not (scope["path"] + "/").startswith(self._root + "/"):
+                scope["path"] = self._root + scope["path"]
