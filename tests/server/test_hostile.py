@@ -168,9 +168,9 @@ async def test_a_body_that_comes_a_byte_at_a_time(connect: Connect, monkeypatch)
     dripping.cancel()
 
 
-async def test_a_body_in_chunks_without_end(connect: Connect, monkeypatch):
+async def test_a_body_in_chunks_without_end(connect: Connect, service: Service, monkeypatch):
     """It is told that this is too much, and closed when it still goes on."""
-    monkeypatch.setattr("tetrad.server.bodies.MAX_BODY_BYTES", 100_000)
+    service.config = service.config.model_copy(update={"max_request_body": 0.1})
     shorten(monkeypatch, REST_S=0.2)
     client = await connect()
     client.send(GENERATE + b"Transfer-Encoding: chunked\r\n\r\n")
