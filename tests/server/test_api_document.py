@@ -75,6 +75,7 @@ WORKS: dict[str, Any] = {
     "output_config": {"effort": "high"},
     "parallel_tool_calls": True,
     "presence_penalty": 0.5,
+    "priority": 5,
     "reasoning": {"effort": "high"},
     "reasoning_effort": "high",
     "repetition_penalty": 1.5,
@@ -98,6 +99,7 @@ WORKS: dict[str, Any] = {
     "thinking": {"type": "disabled"},
     "thinking_budget": -1,
     "thinking_token_budget": -1,
+    "timeout": 5,
     "tool_choice": {"/v1/messages": {"type": "none"}, "": "none"},
     "tools": {
         "/v1/chat/completions": [{"type": "function", "function": FUNCTION}],

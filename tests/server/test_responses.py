@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -263,7 +264,7 @@ async def test_a_stored_response_can_be_fetched_until_it_is_deleted(client: http
         await client.get(path),
         await client.delete(path),
         await client.post(f"{path}/cancel"),
-        await client.get(f"{ROUTE}/{response['id'].removeprefix('resp_')}"),
+        await client.get(f"{ROUTE}/resp_0"),
         await client.get(f"{ROUTE}/resp_%ff"),
     ):
         assert answer.status_code == 404
@@ -432,3 +433,42 @@ async def test_mistakes_are_sentences(
 ):
     assert message in await refusal(client, 404 if "model" in fields else 400, **fields)
     assert engine.seen == []
+
+
+async def test_whoever_has_another_key_finds_nothing(make_service: MakeService, tmp_path: Path):
+    (tmp_path / "keys").write_text("ann k-a\nbob k-b\n")
+    transport = httpx.ASGITransport(build_app(make_service(api_key_file=tmp_path / "keys")))
+    ann, bob = (
+        httpx.AsyncClient(transport=transport, base_url="http://tetrad", headers={"x-api-key": key})
+        for key in ("k-a", "k-b")
+    )
+    async with ann, bob:
+        path = f"{ROUTE}/{(await post(ann))['id']}"
+        assert (await ann.get(path)).status_code == 200
+        for answer in (
+            await bob.get(path),
+            await bob.delete(path),
+            await bob.post(f"{path}/cancel"),
+        ):
+            assert answer.status_code == 404
+        assert (await ann.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("how", [{}, {"stream": True}, {"background": True}])
+async def test_a_response_has_the_time_it_asks_for(
+    client: httpx.AsyncClient, engine: FakeEngine, service: Service, how: dict[str, Any]
+):
+    engine.step_s = 0.05
+    fields = {"timeout": 0.2, "ignore_eos": True, "max_output_tokens": 100}
+    if not how:
+        assert "within its 0.2 s" in await refusal(client, 504, **fields)
+        return
+    answer = await post(client, **fields, **how)
+    await until(lambda: not service.background)
+    if how.get("stream"):
+        assert answer[-1]["type"] == "response.failed"
+    begun = answer[0]["response"] if how.get("stream") else answer
+    ended = (await client.get(f"{ROUTE}/{begun['id']}")).json()
+    assert ended["status"] == "failed"
+    assert "within its 0.2 s" in ended["error"]["message"]
+    assert engine.live == {}

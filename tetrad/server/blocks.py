@@ -32,7 +32,7 @@ class Block:
     """Of the tool that is called."""
     pieces: list[str] = field(default_factory=list)
     is_cut: bool = False
-    """Whether the answer's limit ended it."""
+    """Whether it ended before it was whole."""
 
     @property
     def text(self) -> str:
@@ -89,7 +89,7 @@ class BlockReader:
             call = next(calls, None)
         if delta.finish is not None:
             if self._open is not None:
-                self._open.is_cut = delta.finish.reason == "length"
+                self._open.is_cut = delta.finish.reason in ("length", "abort")
             yield from self._close()
 
     def _call(self, piece: ToolDelta) -> Iterator[BlockEvent]:

@@ -10,7 +10,15 @@ from pydantic import Field, field_validator, model_validator
 from tetrad.server.bodies import Accepted, Body, OpenBody, checked
 from tetrad.server.encoding import json_text
 from tetrad.server.foreign import Refused
-from tetrad.server.protocol import ChatBody, Count, SamplingFields, Strings, sampling_of
+from tetrad.server.protocol import (
+    ChatBody,
+    Count,
+    Priority,
+    SamplingFields,
+    Seconds,
+    Strings,
+    sampling_of,
+)
 
 
 class ContentBlock(OpenBody):
@@ -122,7 +130,8 @@ class MessagesBody(CountBody, SamplingFields):
     diagnostics: Accepted = None
     user_profile_id: Accepted = None
     workspace_id: Accepted = None
-    priority: Accepted = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
     n: int | None = Field(default=None, ge=1, le=1)
     container: Annotated[Any, Refused("no code is run here; leave this field out")] = None
 
@@ -140,7 +149,6 @@ def chat_of(body: CountBody) -> ChatBody:
     if isinstance(body, MessagesBody):
         values |= sampling_of(body)
         values |= {"max_tokens": body.max_tokens, "min_tokens": body.min_tokens}
-        values |= {"priority": body.priority} if body.priority is not None else {}
         values |= {"stop": body.stop_sequences} if body.stop_sequences else {}
     values["continue_final_message"] = body.messages[-1].role == "assistant"
     values |= _tools(body) | _thinking(body)

@@ -55,22 +55,20 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of its stream."""
-        has_begun = False
-        try:
-            async with aclosing(self._blocks()) as happenings:
-                async for happened in happenings:
-                    if not has_begun:
-                        has_begun = True
-                        yield self._event("response.created", response=self.value())
-                        yield self._event("response.in_progress", response=self.value())
-                    if happened is not None:
-                        for piece in self._render(happened):
-                            yield piece
-        except TetradError as error:
-            if not has_begun:
-                raise
-            self.fail(str(error))
+        async with aclosing(self._blocks()) as happenings:
+            async for happened in happenings:
+                if happened is None:
+                    yield self._event("response.created", response=self.value())
+                    yield self._event("response.in_progress", response=self.value())
+                else:
+                    for piece in self._render(happened):
+                        yield piece
         yield self._event(f"response.{self.status}", response=self.value())
+
+    def broken(self, error: TetradError) -> bytes:
+        """The last event of a stream that breaks."""
+        self.fail(str(error))
+        return self._event("response.failed", response=self.value())
 
     async def whole(self) -> dict[str, Any]:
         """The complete response."""
@@ -116,13 +114,16 @@ class ResponseAnswer:
             "completed_at": self._completed_at,
             "status": self.status,
             "error": self._error,
-            "incomplete_details": (
-                {"reason": "max_output_tokens"} if self.status == "incomplete" else None
-            ),
+            "incomplete_details": self._why_incomplete(),
             "output": [self._item(block) for block in self.blocks],
             "usage": self._usage() if self.status in ("completed", "incomplete") else None,
             **self._asked(),
         }
+
+    def _why_incomplete(self) -> dict[str, Any] | None:
+        """None also if an operator ended it."""
+        is_cut = self._finish is not None and self._finish.reason == "length"
+        return {"reason": "max_output_tokens"} if is_cut else None
 
     def _asked(self) -> dict[str, Any]:
         """What was asked for, with the values in effect."""

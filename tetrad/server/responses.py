@@ -7,18 +7,19 @@ oldest go first. What is kept is the response and the messages that a next reque
 from __future__ import annotations
 
 import asyncio
+from hashlib import blake2b
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.errors import CapacityError, RequestError, TetradError
-from tetrad.server.answers import EventStream, LaterJson, Wire
+from tetrad.server.answers import EventStream, LaterJson, Wire, in_time
+from tetrad.server.arrival import arrival
 from tetrad.server.blocks import block_id
 from tetrad.server.bodies import read_body
 from tetrad.server.conversation import chat_choices
-from tetrad.server.encoding import event, json_bytes
-from tetrad.server.failures import body_of
+from tetrad.server.encoding import json_bytes
 from tetrad.server.response_answer import ROUTE, ResponseAnswer
 from tetrad.server.responses_protocol import (
     ChatMessages,
@@ -31,14 +32,11 @@ from tetrad.server.shelf import Shelf
 
 ID_ROUTE = ROUTE + "/{response_id}"
 CANCEL_ROUTE = ID_ROUTE + "/cancel"
-PREFIX = "resp_"
 MAX_BACKGROUND = 256
 """Responses that one API process computes without a connection."""
 POLL_S = 0.2
 """How often a response in the background looks whether it is still wanted."""
 CANCEL_WAIT_S = 2.0
-
-RESPONSES = Wire(b"", lambda error: event({"type": "error", **body_of(error)["error"]}, "error"))
 
 
 class Kept(msgspec.Struct):
@@ -67,7 +65,8 @@ async def create(service: Service, request: Request) -> Response:
     answer.is_stored = keeper.is_wanted
     if body.background:
         return _in_background(service, answer, keeper)
-    return EventStream(answer.events, RESPONSES) if body.stream else LaterJson(answer.whole)
+    wire = Wire(b"", answer.broken)
+    return EventStream(answer.events, wire) if body.stream else LaterJson(answer.whole)
 
 
 class _Keeper:
@@ -92,7 +91,9 @@ class _Keeper:
 
 
 def _name(response_id: str) -> str:
-    return response_id.removeprefix(PREFIX)
+    """On the shelf. Whoever comes with another key does not find it."""
+    whose = f"{arrival().key_name} {response_id}"
+    return blake2b(whose.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _before(shelf: Shelf | None, response_id: str | None) -> ChatMessages:
@@ -118,7 +119,7 @@ def _kept(shelf: Shelf | None, response_id: str, param: str, http_status: int = 
             http_status=http_status,
             param=param,
         )
-    value = shelf.get(_name(response_id)) if response_id.startswith(PREFIX) else None
+    value = shelf.get(_name(response_id))
     if value is None:
         raise RequestError(
             f"There is no response {response_id[:64]!r}: it was not stored, was deleted, or is "
@@ -157,7 +158,7 @@ def _in_background(service: Service, answer: ResponseAnswer, keeper: _Keeper) ->
 async def _compute(shelf: Shelf, answer: ResponseAnswer) -> None:
     """Compute it as long as it is wanted: neither deleted, nor cancelled, nor pushed off the
     shelf."""
-    work = asyncio.create_task(answer.whole())
+    work = asyncio.create_task(_in_time(answer))
     try:
         while not (await asyncio.wait((work,), timeout=POLL_S))[0]:
             if not shelf.is_wanted(_name(answer.response_id)):
@@ -173,6 +174,11 @@ async def _compute(shelf: Shelf, answer: ResponseAnswer) -> None:
         raise
     finally:
         work.cancel()
+
+
+async def _in_time(answer: ResponseAnswer) -> None:
+    async with in_time():
+        await answer.whole()
 
 
 async def fetch(service: Service, request: Request) -> Response:

@@ -10,7 +10,16 @@ from pydantic import Field, field_validator, model_validator
 from tetrad.server.blocks import Block
 from tetrad.server.bodies import Accepted, Body, OpenBody, checked
 from tetrad.server.foreign import ForeignOpenAI, Refused
-from tetrad.server.protocol import LARGEST, ChatBody, Count, SamplingFields, Seed, sampling_of
+from tetrad.server.protocol import (
+    LARGEST,
+    ChatBody,
+    Count,
+    Priority,
+    SamplingFields,
+    Seconds,
+    Seed,
+    sampling_of,
+)
 
 ChatMessages = list[dict[str, Any]]
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
@@ -122,7 +131,8 @@ class ResponsesBody(SamplingFields, ForeignOpenAI):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: Accepted = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     top_logprobs: Annotated[
         Any, Refused("is not supported here; /v1/chat/completions has logprobs")
@@ -178,9 +188,8 @@ def chat_of(body: ResponsesBody, before: ChatMessages) -> ChatBody:
     for name in ("min_tokens", "seed", "tool_choice", "chat_template_kwargs"):
         if (value := getattr(body, name)) is not None:
             values[name] = value
-    for name in ("parallel_tool_calls", "priority"):
-        if name in body.model_fields_set:
-            values[name] = getattr(body, name)
+    if body.parallel_tool_calls is not None:
+        values["parallel_tool_calls"] = body.parallel_tool_calls
     if body.max_output_tokens is not None:
         values["max_completion_tokens"] = body.max_output_tokens
     if body.reasoning is not None and body.reasoning.effort is not None:
