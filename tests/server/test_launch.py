@@ -23,6 +23,14 @@ from tests.house.source import ROOT
 from tetrad.data import embedded_model, model_folder
 from tetrad.server.launch import SAME_SIGNAL_S
 
+LIMITED = """
+import resource, sys
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+from tetrad.server.descriptors import allow_connections
+allow_connections()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)
+"""
 ENDLESS = {"text": "3", "stream": True, "sampling_params": {"max_new_tokens": 100_000}}
 
 
@@ -234,6 +242,13 @@ def test_an_engine_that_dies_or_sticks_ends_everything_with_the_reason(
         assert server.end() == 5
         server.wait_for(f"error: {message}")
         assert "Traceback" not in server.said
+
+
+def test_as_many_connections_as_the_system_allows():
+    """Whatever the shell said."""
+    told = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True)
+    allowed, hard = map(int, told.stdout.split())
+    assert allowed == (min(hard, 2**20) if hard >= 0 else 2**20)
 
 
 def test_the_embedded_model_goes_by_its_name(tmp_path, monkeypatch):

@@ -67,12 +67,16 @@ class Request:
     client_rid: str = ""
     """The rid that its client knows, where the engine has another."""
 
+    @property
+    def own_rid(self) -> str:
+        """As its client knows it; no two that run have the same."""
+        return self.client_rid or self.rid
+
     def is_named(self, rid: str) -> bool:
         """Does somebody who aborts this rid mean this request? The choices of one answer have its
         id with a number behind."""
-        own = self.client_rid or self.rid
-        stem, _, number = own.rpartition("-")
-        is_its_own = rid in (own, self.request_id) or (rid == stem and number.isdecimal())
+        stem, _, number = self.own_rid.rpartition("-")
+        is_its_own = rid in (self.own_rid, self.request_id) or (rid == stem and number.isdecimal())
         return is_its_own and rid != ""
 
 

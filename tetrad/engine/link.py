@@ -67,7 +67,6 @@ class EngineLink:
         self.on_log_settings: Callable[[LogSettings], None] | None = None
         """Hears what is to be logged from now on, whichever process was told."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._live_rids: set[str] = set()
         self._streams: dict[str, asyncio.Queue[RequestOutput | TetradError]] = {}
         """By the name that the request has in the engine."""
         self._num_requests = 0
@@ -107,14 +106,11 @@ class EngineLink:
         EngineDiedError if the engine dies. Leaving the iterator early aborts the request.
 
         In the engine the request has a name of its own, never used again: what the engine still
-        sends for one that was left must not reach a later one of the same rid. Workers know nothing
-        of each other's requests: the same rid may run in two of them.
+        sends for one that was left must not reach a later one of the same rid. The engine refuses a
+        rid that runs already, whichever worker it came from.
         """
-        if request.rid in self._live_rids:
-            raise RequestError(f"Request id {request.rid!r} is already running.", param="rid")
         self._num_requests += 1
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
-        self._live_rids.add(request.rid)
         stream = self._streams[name] = asyncio.Queue()
         is_over = False
         try:
@@ -128,7 +124,6 @@ class EngineLink:
                 is_over = item.finish is not None
                 yield structs.replace(item, rid=request.rid)
         finally:
-            self._live_rids.remove(request.rid)
             del self._streams[name]
             if not is_over:
                 with contextlib.suppress(EngineDiedError):

@@ -93,6 +93,7 @@ class Scheduler:
         self._draw_seed = draw_seed
         self._preemption_threshold = preemption_threshold
         self._live: dict[str, Sequence] = {}
+        self._own_rids: set[str] = set()
         self._planned: deque[Planned] = deque()
         self._num_arrivals = 0
 
@@ -107,8 +108,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never be served."""
-        if request.rid in self._live:
-            raise RequestError(f"Request id {request.rid!r} is already running.", param="rid")
+        if request.own_rid in self._own_rids:
+            raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
         check_request(request, self.limits)
         sampling = request.sampling
         eos_ids = () if sampling.ignore_eos else self.limits.eos_ids
@@ -117,6 +118,7 @@ class Scheduler:
         sequence = Sequence(request, seed, self._num_arrivals, end_ids)
         self._num_arrivals += 1
         self._live[request.rid] = sequence
+        self._own_rids.add(request.own_rid)
         self.waiting.add(sequence)
 
     def abort(self, rid: str) -> None:
@@ -235,6 +237,7 @@ class Scheduler:
         by_priority = sorted(order, key=lambda place: place[0])  # stable
         assert by_priority == sorted(order), f"one that waits comes before one that runs: {order}"
         assert sorted(order) == sorted(s.place for s in self._live.values())
+        assert self._own_rids == {s.request.own_rid for s in self._live.values()}
         in_flight = Counter(id(s) for step in self._planned for s, work in step if work.sample)
         assert all(s.num_pending == in_flight[id(s)] for s in self._live.values())
         self.cache.check([page for s in self.running for page in s.pages])
@@ -391,4 +394,5 @@ class Scheduler:
         (self.running if sequence.pages else self.waiting).remove(sequence)
         self._refused = None
         del self._live[sequence.request.rid]
+        self._own_rids.remove(sequence.request.own_rid)
         self.cache.release(sequence.forget_computed())
