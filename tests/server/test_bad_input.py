@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 from tests.server.conftest import MakeService
 from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
+from tetrad.server import messages, responses
 from tetrad.server.app import build_app
 from tetrad.server.bodies import WARNING_HEADER, Body
+from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.model import ServedModel
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
+from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.text import Tokenizer
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "3"}]
 
 
@@ -148,7 +152,7 @@ async def test_native_fields(client: httpx.AsyncClient, fields: dict[str, Any], 
     assert message in sentence(await client.post(GENERATE, json=fields))
 
 
-@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, GENERATE])
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, GENERATE, RESPONSES])
 @pytest.mark.parametrize(
     "raw",
     [
@@ -218,7 +222,9 @@ def list_schemas(node: Any) -> Iterator[dict[str, Any]]:
             yield from list_schemas(child)
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, GenerateBody])
+@pytest.mark.parametrize(
+    "body", [ChatBody, CompletionBody, GenerateBody, ResponsesBody, MessagesBody, CountBody]
+)
 def test_a_list_ends_at_its_first_mistake(body: type[Body]):
     """A body of many megabytes would else give gigabytes of errors, and minutes of silence."""
     schemas = list(list_schemas(body.__pydantic_core_schema__))
@@ -385,19 +391,115 @@ async def test_the_strict_api_refuses_what_it_does_not_know(make_service: MakeSe
         assert (await client.post(CHAT, json=known)).status_code == 200
 
 
+@pytest.mark.parametrize("num_parts", [1, 1000])
+async def test_a_long_conversation_is_translated_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, num_parts: int
+):
+    threads = []
+
+    def note(_body: Body, *_: Any) -> ChatBody:
+        threads.append(threading.current_thread())
+        return ChatBody.model_validate({"messages": USER})
+
+    monkeypatch.setattr(messages, "chat_of", note)
+    monkeypatch.setattr(responses, "chat_of", note)
+    for route, fields in (
+        (MESSAGES, {"messages": USER * num_parts, "max_tokens": 5}),
+        (f"{MESSAGES}/count_tokens", {"messages": USER * num_parts}),
+        (RESPONSES, {"input": USER * num_parts}),
+    ):
+        response = await client.post(route, json=fields)
+        assert response.status_code == 200, response.text
+    is_main = [thread is threading.main_thread() for thread in threads]
+    assert is_main == [num_parts == 1] * 3
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=8,
 )
-FIELDS = sorted(ChatBody.model_fields)
+WORDS = [
+    "type",
+    "role",
+    "content",
+    "text",
+    "name",
+    "id",
+    "input",
+    "output",
+    "arguments",
+    "call_id",
+    "tool_use_id",
+    "function",
+    "tools",
+    "parameters",
+    "input_schema",
+    "format",
+    "schema",
+    "json_schema",
+    "effort",
+    "enabled",
+    "thinking",
+    "summary",
+    "user",
+    "assistant",
+    "system",
+    "tool",
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "tool_use",
+    "tool_result",
+    "redacted_thinking",
+    "input_text",
+    "output_text",
+    "disabled",
+    "auto",
+    "none",
+    "required",
+    "any",
+    "custom",
+]
+telling_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([*WORDS, "{}", "[]", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+"""JSON whose keys and texts are those that translating looks for."""
+LEAST: dict[str, tuple[type[Body], dict[str, Any]]] = {
+    CHAT: (ChatBody, {"messages": USER}),
+    RESPONSES: (ResponsesBody, {"input": "3"}),
+    MESSAGES: (MessagesBody, {"messages": USER, "max_tokens": 5}),
+}
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4))
+@pytest.mark.parametrize("route", LEAST)
+@pytest.mark.parametrize("values", [json_values, telling_values])
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
 async def test_any_json_in_any_field_is_never_a_500(
-    client: httpx.AsyncClient, fields: dict[str, Any]
+    client: httpx.AsyncClient,
+    route: str,
+    values: st.SearchStrategy[Any],
+    data: st.DataObject,
 ):
-    raw = json.dumps({"messages": USER} | fields).encode()
-    response = await client.post(CHAT, content=raw)
-    assert response.status_code in (200, 400, 404), response.text
+    body, least = LEAST[route]
+    names = st.sampled_from(sorted(body.model_fields))
+    fields = data.draw(st.dictionaries(names, values, max_size=4))
+    response = await client.post(route, content=json.dumps(least | fields).encode())
+    assert response.status_code in (200, 400, 404, 504), response.text
+
+
+@pytest.mark.parametrize("route", [RESPONSES, MESSAGES])
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(items=st.lists(telling_values, min_size=1, max_size=4))
+async def test_any_conversation_is_never_a_500(
+    client: httpx.AsyncClient, route: str, items: list[Any]
+):
+    body = {"input": items} if route == RESPONSES else {"messages": items, "max_tokens": 5}
+    response = await client.post(route, content=json.dumps(body).encode())
+    assert response.status_code in (200, 400), response.text

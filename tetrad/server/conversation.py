@@ -6,6 +6,7 @@ All APIs that speak in messages come here: chat itself, and those that translate
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from tetrad.server.chat_template import End
@@ -21,6 +22,12 @@ SHORT_CONVERSATION = 32
 SHORT_CHARACTERS = 16_384
 """Rendering no more messages and characters than these, and no tools, takes less than a
 millisecond."""
+
+
+async def translated(num_parts: int, translate: Callable[[], ChatBody]) -> ChatBody:
+    """What `translate` makes of another API's body of so many messages, parts and tools; in a
+    thread if that may take long. Raises RequestError."""
+    return translate() if num_parts <= SHORT_CONVERSATION else await asyncio.to_thread(translate)
 
 
 async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:

@@ -17,10 +17,11 @@ from tetrad.server.answers import EventStream, LaterJson, Wire
 from tetrad.server.blocks import Block, BlockEvent, BlockReader, block_id
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate
-from tetrad.server.conversation import chat_choices, chat_prompt
+from tetrad.server.conversation import chat_choices, chat_prompt, translated
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.failures import anthropic_body, http_status
 from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of
+from tetrad.server.protocol import ChatBody
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish
 
@@ -40,7 +41,7 @@ async def messages(service: Service, request: Request) -> Response:
     body = await read_body(request, MessagesBody)
     service.model.check_name(body.model)
     answer_id = block_id("msg")
-    (choice,) = await chat_choices(service, chat_of(body), answer_id)
+    (choice,) = await chat_choices(service, await _chat(body), answer_id)
     answer = _Answer(service, answer_id, choice)
     return EventStream(answer.events, ANTHROPIC) if body.stream else LaterJson(answer.whole)
 
@@ -49,8 +50,12 @@ async def count_tokens(service: Service, request: Request) -> Response:
     """How long the prompt of such a conversation is."""
     body = await read_body(request, CountBody)
     service.model.check_name(body.model)
-    _, ids = await chat_prompt(service, chat_of(body))
+    _, ids = await chat_prompt(service, await _chat(body))
     return JSONResponse({"input_tokens": len(ids)})
+
+
+async def _chat(body: CountBody) -> ChatBody:
+    return await translated(body.num_parts, lambda: chat_of(body))
 
 
 class _Answer:

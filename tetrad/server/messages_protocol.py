@@ -110,10 +110,15 @@ class CountBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Accepted = None
     betas: Accepted = None
-    context_management: Annotated[
-        Any, Refused("nothing is cut from a conversation; leave this field out")
-    ] = None
+    context_management: Accepted = None
     mcp_servers: Annotated[Any, Refused("this server calls no other; leave this field out")] = None
+
+    @property
+    def num_parts(self) -> int:
+        """Messages, their blocks and tools."""
+        contents = [message.content for message in self.messages]
+        num_blocks = sum(len(content) for content in contents if isinstance(content, list))
+        return len(self.messages) + num_blocks + len(self.tools or ())
 
 
 class MessagesBody(CountBody, SamplingFields):

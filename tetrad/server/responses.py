@@ -18,7 +18,7 @@ from tetrad.server.answers import EventStream, LaterJson, Wire, in_time
 from tetrad.server.arrival import arrival
 from tetrad.server.blocks import block_id
 from tetrad.server.bodies import read_body
-from tetrad.server.conversation import chat_choices
+from tetrad.server.conversation import chat_choices, translated
 from tetrad.server.encoding import json_bytes
 from tetrad.server.response_answer import ROUTE, ResponseAnswer
 from tetrad.server.responses_protocol import (
@@ -59,7 +59,8 @@ async def create(service: Service, request: Request) -> Response:
     service.model.check_name(body.model)
     before = _before(service.shelf, body.previous_response_id)
     response_id = block_id("resp")
-    (choice,) = await chat_choices(service, chat_of(body, before), response_id)
+    chat = await translated(len(before) + body.num_parts, lambda: chat_of(body, before))
+    (choice,) = await chat_choices(service, chat, response_id)
     keeper = _Keeper(service.shelf, body, before)
     answer = ResponseAnswer(service, body, response_id, choice, keeper.keep)
     answer.is_stored = keeper.is_wanted

@@ -149,9 +149,7 @@ class ResponsesBody(SamplingFields, ForeignOpenAI):
         Any, Refused("there are no stored conversations; use previous_response_id")
     ] = None
     prompt: Annotated[Any, Refused("there are no stored prompts; use instructions")] = None
-    context_management: Annotated[
-        Any, Refused("a conversation is never cut; leave this field out")
-    ] = None
+    context_management: Accepted = None
     image: Annotated[Any, Refused("this model reads text; leave this field out")] = None
 
     @field_validator("include")
@@ -171,6 +169,11 @@ class ResponsesBody(SamplingFields, ForeignOpenAI):
                 "one of them out"
             )
         return self
+
+    @property
+    def num_parts(self) -> int:
+        """Items and tools."""
+        return (1 if isinstance(self.input, str) else len(self.input)) + len(self.tools or ())
 
     @property
     def own_messages(self) -> ChatMessages:
