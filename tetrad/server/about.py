@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -25,6 +24,8 @@ from tetrad.server.service import Service
 
 HEALTH_GENERATE_TIMEOUT_S = 20.0
 STATE_TIMEOUT_S = 5.0
+LEAST_SECRET = 6
+"""A shorter one would be found in half of all words."""
 
 
 async def models(service: Service, _request: Request) -> Response:
@@ -81,7 +82,7 @@ async def server_info(service: Service, _request: Request) -> Response:
         "model_path": str(service.model.folder),
         "tokenizer_path": str(service.model.text_folder),
         "api_key_required": service.keys.are_for_users,
-        "launch_command": shlex.join(_without_secrets(service.command)),
+        "launch_command": shlex.join(_without_secrets(service)),
         "version": tetrad.__version__,
         "startup_time": service.startup_s,
         "frontend": "python",
@@ -123,16 +124,21 @@ async def _state(engine: EnginePort) -> dict[str, Any] | None:
         return None
 
 
-def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The command line, with the values of keys and passwords replaced."""
-    hidden = ["--" + name.replace("_", "-") for name in secrets(ServeConfig)]
-    shown = list(arguments)
-    for i, argument in enumerate(arguments):
+def _without_secrets(service: Service) -> list[str]:
+    """The command line, with the values of keys and passwords replaced, wherever they are."""
+    names = secrets(ServeConfig)
+    hidden = ["--" + name.replace("_", "-") for name in names]
+    values = [str(value) for name in names if (value := getattr(service.config, name))]
+    shown = list(service.command)
+    for i, argument in enumerate(shown):
         flag, equals, _ = argument.partition("=")
         if flag in hidden and equals:
             shown[i] = f"{flag}=..."
-        elif flag in hidden and i + 1 < len(arguments):
+        elif flag in hidden and i + 1 < len(shown):
             shown[i + 1] = "..."
+        for value in values:
+            if len(value) >= LEAST_SECRET:
+                shown[i] = shown[i].replace(value, "...")
     return shown
 
 
