@@ -15,7 +15,7 @@ ROOT_FILES = {
     "README.md",
     "pyproject.toml",
 }
-ROOT_FOLDERS = {".ci", "benchmarks", "docs", "examples", "tests", "tetrad"}
+ROOT_FOLDERS = {".ci", "benchmarks", "deploy", "docs", "examples", "tests", "tetrad"}
 EMBEDDED_MODEL_CAP_BYTES = 12_000_000
 
 
