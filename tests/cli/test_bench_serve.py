@@ -206,3 +206,18 @@ def test_ctrl_c_prints_what_was_measured_and_is_130(prompts):
     assert "Successful requests:                     2         " in out.splitlines()
     assert "INTERRUPTED: the figures cover 2 of 4 requests; 2 were cut off." in out
     assert "Traceback" not in err
+
+
+def test_a_host_that_nobody_knows_is_told_at_once(tetrad, prompts, monkeypatch):
+    """However long the command would wait for a server that is starting."""
+
+    async def resolve(*_arguments, **_options):
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("aiohttp.resolver.DefaultResolver.resolve", resolve)
+    common = ["--dataset-name", "custom", "--dataset-path", prompts]
+    begun = time.monotonic()
+    code, _, err = tetrad("bench", "serve", "--base-url", "http://no.such.host:30000", *common)
+    assert time.monotonic() - begun < 30, "it waited for the host"
+    assert code == 2
+    assert "There is no host 'no.such.host' (http://no.such.host:30000)" in err

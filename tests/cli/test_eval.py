@@ -73,11 +73,22 @@ def test_wrong_answers_are_counted_shown_and_may_fail_the_command(tetrad):
         assert tetrad("eval", "--url", url, *arguments, "--min-accuracy", "0.6")[0] == 0
 
 
-def test_a_request_without_an_answer_is_wrong(tetrad):
+def test_a_model_that_is_always_wrong_fails_the_command(tetrad):
+    """Whoever relies on the exit code must not take a broken model for a good one."""
+    arguments = ["--num-problems", "2", "--kinds", "sum2"]
+    with beside(Pupil(wrong_every=1)) as url:
+        code, out, err = tetrad("eval", "--url", url, *arguments)
+    assert code == 6
+    assert "Not one answer is right" in err
+    assert "0.0%" in out, "the table is shown all the same"
+
+
+def test_a_request_without_an_answer_is_wrong_and_fails_the_command(tetrad):
     with beside(Pupil(status=500)) as url:
-        code, out, _ = tetrad("eval", "--url", url, "--num-problems", "1", "--json")
+        code, out, err = tetrad("eval", "--url", url, "--num-problems", "1", "--json")
     run = EvalRun.model_validate_json(out)
-    assert code == 0
+    assert code == 6
+    assert f"{len(KINDS)} of {len(KINDS)} requests got no answer" in err
     assert run.overall.correct == 0
     assert run.failures[0].count == len(KINDS)
     assert run.failures[0].example == "HTTP 500: no"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.house.source import PACKAGE
+from tetrad.core.backend_names import ATTENTION, EXPERTS
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.select import OP_NAMES
 
@@ -17,3 +18,8 @@ def test_the_registry_is_what_lies_on_disk():
         assert op.contract.name == name
         assert {path.name for path in (root / name).glob("*.py")} >= PARTS, name
         assert op.backends["torch"] is list(op.backends.values())[-1]
+
+
+def test_the_names_that_flags_take_are_the_registry_s():
+    assert sorted(EXPERTS) == sorted(OPS["experts"].backends)
+    assert sorted(ATTENTION) == sorted(OPS["mla"].backends)

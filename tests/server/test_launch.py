@@ -105,7 +105,7 @@ def test_it_says_what_it_serves_and_ends_when_told():
         server.wait_for(r"cache    4096 tokens")
         server.wait_for(r"memory   4 requests at once, as asked")
         server.wait_for(r"limits   256 tokens a request, 4 requests at once")
-        server.wait_for(r"kernels  torch: rope, mla\n +not beads for mla: no wire\.")
+        server.wait_for(r"kernels  torch: rope, mla\n +not beads: no wire\.")
         assert "Traceback" not in server.said
 
 

@@ -33,13 +33,19 @@ class Target:
 
 async def find(client: Client, patience_s: float, say: Callable[[str], None]) -> Target:
     """Wait until the server is ready; `say` hears what for, once. Raises BenchFailure when it never
-    is, unless there is no patience at all: then the run may start and count its failures."""
+    is, unless there is no patience at all: then the run may start and count its failures. Raises
+    ConfigError at once for a host that nobody knows: waiting brings none."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     is_told = False
     while True:
         try:
             return await _describe(client)
+        except aiohttp.ClientConnectorDNSError as error:
+            raise ConfigError(
+                f"There is no host {error.host!r} ({client.url}); name another server with "
+                "--base-url or --host and --port."
+            ) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if loop.time() >= deadline:
                 silence = nobody(client.url, in_words(error))

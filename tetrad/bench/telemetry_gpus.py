@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tetrad.core.hardware import has_nvidia_driver
+
 FIELDS = (
     *("power_w", "energy_j", "sm_mhz", "memory_mhz", "busy", "memory_busy"),
     *("memory_used_bytes", "temperature_c", "throttle_bits"),
@@ -26,7 +28,11 @@ class Gpus:
         try:
             import pynvml
         except ImportError:
-            self.why_none = 'nvidia-ml-py is not installed; `pip install "tetrad[gpu]"` brings it'
+            self.why_none = (
+                'nvidia-ml-py is not installed; `pip install "tetrad[gpu]"` brings it'
+                if has_nvidia_driver()
+                else "this machine has no NVIDIA driver"
+            )
             return
         self._nvml = pynvml
         try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _evaluate(config: EvalConfig) -> int:
-    """Ask, mark, print. Too few right answers are a BenchFailure."""
+    """Ask, mark, print. Too few right answers or answers at all are a BenchFailure."""
     from tetrad.bench.evaluate import Exam, evaluate
 
     exam = Exam(
@@ -46,12 +46,24 @@ def _evaluate(config: EvalConfig) -> int:
         print(run.model_dump_json(indent=2))
     else:
         _print(run)
-    if run.overall.accuracy < config.min_accuracy:
+    _judge(run, config.min_accuracy)
+    return 0
+
+
+def _judge(run: EvalRun, min_accuracy: float) -> None:
+    """Raise BenchFailure when the mark says little of the model, or what it says is bad."""
+    if num_failed := sum(failure.count for failure in run.failures):
+        raise BenchFailure(
+            f"{num_failed} of {run.overall.total} requests got no answer and count as wrong, so "
+            "the share of right answers says little of the model."
+        )
+    if run.overall.accuracy < min_accuracy:
         raise BenchFailure(
             f"{run.overall.accuracy:.1%} of the answers are right, fewer than the "
-            f"{config.min_accuracy:.1%} of --min-accuracy."
+            f"{min_accuracy:.1%} of --min-accuracy."
         )
-    return 0
+    if not run.overall.correct:
+        raise BenchFailure("Not one answer is right; --min-accuracy sets another mark.")
 
 
 def _print(run: EvalRun) -> None:

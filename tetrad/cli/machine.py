@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 import tetrad
+from tetrad.core.hardware import has_nvidia_driver
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "pydantic", "fastapi", "aiohttp")
 
@@ -85,7 +86,9 @@ def find_gpus() -> tuple[list[Gpu], str]:
     try:
         import pynvml
     except ImportError:
-        return [], "nvidia-ml-py is not installed, so the driver was not asked"
+        if not has_nvidia_driver():
+            return [], "no NVIDIA driver"
+        return [], 'the driver cannot be asked; `pip install "tetrad[gpu]"` brings nvidia-ml-py'
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

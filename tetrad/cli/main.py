@@ -78,7 +78,9 @@ bench.command(
 app.command(
     "tetrad.cli.eval:evaluate",
     name="eval",
-    help="Count how many held-out problems a model answers exactly right.",
+    help="Count how many held-out problems a model answers exactly right.\n\n"
+    "Exit code 0: every request was answered, and enough were answered right, at least one. 6: not "
+    "so.",
     sort_key=4,
 )
 app.command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tetrad.core.backend_names import ATTENTION, checked_backend
+
 SAME = {
     "dsa": "auto",
     "nsa": "auto",
@@ -34,10 +36,9 @@ MISSING = {
 
 
 def attention_backend(name: str) -> str:
-    """Our name of a backend. Raises ValueError for one of SGLang's that we have not; whether any
-    other exists is asked where ops are chosen."""
+    """Our name of a backend. Raises ValueError for one that we have not."""
     if name in MISSING:
         raise ValueError(
             f"in SGLang this {MISSING[name]}; auto takes the fastest of Tetrad's own that can run"
         )
-    return SAME.get(name, name)
+    return checked_backend(SAME.get(name, name), ATTENTION)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from tetrad.core.attention_names import attention_backend
+from tetrad.core.backend_names import EXPERTS, checked_backend
 from tetrad.core.keys import checked_cache_dtype
 from tetrad.core.operation_options import OperationOptions
 from tetrad.core.option import Config, option
@@ -270,6 +271,11 @@ class ModelOptions(Config):
     @classmethod
     def _attention_backend(cls, name: str | None) -> str | None:
         return None if name is None else attention_backend(name)
+
+    @field_validator("moe_runner_backend")
+    @classmethod
+    def _experts_backend(cls, name: str) -> str:
+        return checked_backend(name, EXPERTS)
 
     @field_validator("kv_cache_dtype")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -25,3 +26,12 @@ class DeviceSnapshot:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form, for /server_info and records."""
         return asdict(self)
+
+
+def has_nvidia_driver() -> bool:
+    """Whether a GPU can be there at all: so much is known without torch and NVIDIA's packages."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -63,6 +63,11 @@ class Console:
 
 def _facts(info: dict[str, Any]) -> list[str]:
     device, memory = info["device"], info["memory"]
+    if device["kind"] == "null":
+        return [
+            *(f"  engine   {sentence}" for sentence in info["memory_statement"]),
+            _limits(info),
+        ]
     stored = ", ".join(_held(name, held) for name, held in info["weights"].items())
     lines = [
         f"  device   {device['name']} ({device['kind']}, {_size(device['memory_bytes'])}), "
@@ -70,10 +75,16 @@ def _facts(info: dict[str, Any]) -> list[str]:
         f"  weights  {_size(memory['weight_bytes'])} in {_load(info)}: {stored}",
         f"  cache    {info['cache_sentence']}, keys in {info['kv_cache_dtype']}",
         *(f"  memory   {sentence}" for sentence in info["memory_statement"]),
-        f"  limits   {info['context_length']} tokens a request, "
-        f"{info['max_running_requests']} requests at once",
+        _limits(info),
     ]
     return lines + _kernels(info["backends"])
+
+
+def _limits(info: dict[str, Any]) -> str:
+    return (
+        f"  limits   {info['context_length']} tokens a request, "
+        f"{info['max_running_requests']} requests at once"
+    )
 
 
 def _processes(num_workers: int) -> list[str]:
@@ -94,21 +105,25 @@ def _held(name: str, held: dict[str, int]) -> str:
 
 
 def _kernels(backends: list[dict[str, Any]]) -> list[str]:
-    """Ops by backend; then, for each sentence, the backends that it keeps from the same ops."""
-    ops: dict[str, list[str]] = {}
-    refused: dict[tuple[str, str], list[str]] = {}
+    """Ops by backend; then each sentence once, with the backends that it keeps away."""
+    chosen: dict[str, list[str]] = {}
+    known: dict[str, list[str]] = {}
+    kept_away: dict[str, dict[str, list[str]]] = {}
     for choice in backends:
-        ops.setdefault(choice["backend"], []).append(choice["op"])
+        chosen.setdefault(choice["backend"], []).append(choice["op"])
+        for backend in (choice["backend"], *choice["refusals"]):
+            known.setdefault(backend, []).append(choice["op"])
         for backend, reason in choice["refusals"].items():
-            refused.setdefault((backend, reason), []).append(choice["op"])
-    alike: dict[tuple[str, str], list[str]] = {}
-    for (backend, reason), names in refused.items():
-        alike.setdefault((", ".join(names), reason), []).append(backend)
+            kept_away.setdefault(reason, {}).setdefault(backend, []).append(choice["op"])
+
+    def named(backend: str, ops: list[str]) -> str:
+        return backend if ops == known[backend] else f"{backend} for {', '.join(ops)}"
+
     return [
-        *(f"  kernels  {backend}: {', '.join(names)}" for backend, names in ops.items()),
+        *(f"  kernels  {backend}: {', '.join(names)}" for backend, names in chosen.items()),
         *(
-            f"           not {', '.join(names)} for {listed}: {reason}"
-            for (listed, reason), names in alike.items()
+            f"           not {', '.join(named(*each) for each in its.items())}: {reason}"
+            for reason, its in kept_away.items()
         ),
     ]
 

@@ -12,7 +12,6 @@ the model is loaded: all that within a second.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import ipaddress
 import os
@@ -28,6 +27,7 @@ import uvloop
 from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UnsupportedError
+from tetrad.core.hardware import has_nvidia_driver
 from tetrad.core.messages import EngineProgress
 from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.data import NAME, model_folder
@@ -76,7 +76,7 @@ def _resolve(config: ServeConfig) -> ServeConfig:
         raise UnsupportedError(
             f"--tp {config.tp} is not supported in this version; leave it out to use one device."
         )
-    if config.device == "cuda" and config.load_format != "null" and not _has_driver():
+    if config.device == "cuda" and config.load_format != "null" and not has_nvidia_driver():
         raise UnsupportedError(
             "--device cuda: this machine has no NVIDIA driver, so no GPU can be used; --device cpu "
             "runs without one."
@@ -95,15 +95,6 @@ def _resolve(config: ServeConfig) -> ServeConfig:
             "api_workers": config.api_workers or automatic(usable_processors()),
         }
     )
-
-
-def _has_driver() -> bool:
-    """Whether CUDA can be there at all: so much is known without torch."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def _service(config: ServeConfig) -> Service:
