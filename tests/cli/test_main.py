@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -93,9 +94,11 @@ def test_help_lists_the_verbs(tetrad):
     assert tetrad()[:2] == (code, out)
 
 
-def test_help_of_serve_has_every_field_with_group_range_and_default(tetrad, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")  # some of SGLang's names are long
-    _, out, _ = tetrad("serve", "--help")
+def test_help_of_serve_has_every_field_with_group_range_and_default():
+    """On a wide terminal: some of SGLang's names are long."""
+    command = [sys.executable, "-m", "tetrad", "serve", "--help"]
+    env = os.environ | {"COLUMNS": "160"}
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     for name in ServeConfig.model_fields:
         assert f"--{name.replace('_', '-')}" in out
     for group in ("Model", "Scheduling", "Memory", "Kernels", "Server"):
