@@ -13,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import tetrad
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
@@ -163,7 +164,8 @@ async def test_the_key_is_needed_everywhere_but_for_health(make_service: MakeSer
         for route in ROUTES:
             path = route.path.replace("{name:path}", "x")
             response = await client.request(route.methods[0], path)
-            assert response.status_code == (200 if path == "/health" else 401), path
+            is_open = path in ("/health", "/ready", "/ping")
+            assert response.status_code == (200 if is_open else 401), path
         assert (await client.get("/nowhere")).status_code == 401
         for wrong in ("Bearer s3cret", "s3cret é", "Bearer s3cret éé", ""):
             headers = [(b"Authorization", wrong.encode())]
@@ -253,3 +255,17 @@ async def test_the_openapi_document_describes_the_bodies(client: httpx.AsyncClie
     schemas = document["components"]["schemas"]
     references = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
     assert {"ChatBody", "CompletionBody", "GenerateBody"} <= references <= set(schemas)
+
+
+async def test_health_and_version_under_the_names_of_other_servers(
+    client: httpx.AsyncClient, service: Service
+):
+    assert (await client.get("/version")).json() == {"version": tetrad.__version__}
+    for path in ("/ready", "/ping"):
+        assert (await client.get(path)).status_code == 200
+    service.phase = "draining"
+    for path in ("/ready", "/ping"):
+        assert (await client.get(path)).status_code == 503
+    tokens = await client.post("/v1/tokenize", json={"prompt": "3"})
+    service.phase = "ready"
+    assert tokens.json() == (await client.post("/tokenize", json={"prompt": "3"})).json()

@@ -81,6 +81,7 @@ WORKS: dict[str, Any] = {
     "repetition_penalty": 1.5,
     "response_format": {"type": "text"},
     "return_logprob": True,
+    "request_id": "r",
     "rid": "r",
     "sampling_params": {"top_k": 5},
     "sampling_seed": 5,

@@ -324,6 +324,17 @@ async def test_the_last_message_is_continued(
     assert "needs a last message with a text" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["rid", "request_id"])
+async def test_a_request_may_bring_its_id(client: httpx.AsyncClient, engine: FakeEngine, name: str):
+    headers = {"X-Request-Id": "of-the-head"}
+    response = await client.post(ROUTE, json=body(**{name: "mine"}), headers=headers)
+    assert response.headers["X-Request-Id"] == "mine"
+    assert engine.seen[0].request_id == "mine"
+    response = await client.post(ROUTE, json=body(**{name: "a\r\nb"}))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name
+
+
 async def test_each_chunk_may_have_the_usage_so_far(
     client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
 ):

@@ -175,6 +175,11 @@ async def health(service: Service, _request: Request) -> Response:
     return Response(status_code=200) if reason is None else _unhealthy(reason)
 
 
+async def version(_service: Service, _request: Request) -> Response:
+    """Of Tetrad, as vLLM tells its own."""
+    return JSONResponse({"version": tetrad.__version__})
+
+
 async def health_generate(service: Service, _request: Request) -> Response:
     """Whether the engine answers a request of one token in time."""
     if (reason := service.why_unhealthy) is not None:

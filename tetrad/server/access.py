@@ -28,7 +28,7 @@ from tetrad.server.arrival import arrival
 from tetrad.server.failures import error_response, path_of
 from tetrad.server.tally import MOST_KEYS
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """Served without a key, for those who watch over the process."""
 SINGLE, ADMIN = "default", "admin"
 """Names of the keys that are given by flags."""

@@ -70,6 +70,8 @@ ROUTES = (
     Route(("POST", "PUT"), native.ROUTE, native.native_generate, GenerateBody),
     Route(("POST",), "/tokenize", tokens.tokenize, tokens.TokenizeBody),
     Route(("POST",), "/detokenize", tokens.detokenize, tokens.DetokenizeBody),
+    Route(("POST",), "/v1/tokenize", tokens.tokenize, tokens.TokenizeBody),
+    Route(("POST",), "/v1/detokenize", tokens.detokenize, tokens.DetokenizeBody),
     Route(("GET",), "/model_info", about.model_info),
     Route(("GET",), "/get_model_info", about.model_info),
     Route(("GET",), "/server_info", about.server_info),
@@ -82,6 +84,9 @@ ROUTES = (
     Route(("POST",), "/stop_profile", admin.stop_profile, is_admin=True),
     Route(("POST",), "/configure_logging", admin.logs, admin.LoggingBody, is_admin=True),
     Route(("GET",), "/health", about.health),
+    Route(("GET",), "/ready", about.health),
+    Route(("GET", "POST"), "/ping", about.health),
+    Route(("GET",), "/version", about.version),
     Route(("GET",), "/health_generate", about.health_generate),
     Route(("GET",), "/metrics", about.metrics),
 )

@@ -80,6 +80,10 @@ class Arrival:
             )
         self.allow(timeout_s)
 
+    def ask_name(self, request_id: str | None) -> None:
+        """Its body has an id of its own, which goes before that of its head."""
+        self.request_id = request_id or self.request_id
+
     def ask(self, priority: int | None, timeout_s: float | None) -> None:
         """What its body asks for. Raises RequestError."""
         self.allow(timeout_s)

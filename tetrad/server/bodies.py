@@ -88,6 +88,7 @@ async def read_body(
         raise RequestError(f"{sentence} The server runs with --strict-api.", param=name)
     request.state.warnings = [sentence for sentence, _ in told]
     arrival().ask(getattr(body, "priority", None), getattr(body, "timeout", None))
+    arrival().ask_name(getattr(body, "own_id", None))
     return body
 
 

@@ -113,8 +113,6 @@ class ForeignOpenAI(ForeignRouting):
     safety_identifier: Accepted = None
     prompt_cache_key: Accepted = None
     prompt_cache_retention: Accepted = None
-    request_id: Accepted = None
-    rid: Accepted = None
     max_dynamic_patch: Accepted = None
     min_dynamic_patch: Accepted = None
     images_config: Accepted = None

@@ -59,6 +59,8 @@ ManyTokenIds = Annotated[
 ]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
+"""As in the header X-Request-Id."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -108,6 +110,17 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in names}
 
 
+class NamedBody(Body):
+    """A request may have an id, by SGLang's name or by vLLM's."""
+
+    rid: RequestId | None = None
+    request_id: RequestId | None = None
+
+    @property
+    def own_id(self) -> str | None:
+        return self.rid or self.request_id
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -118,7 +131,7 @@ class ResponseFormat(Body):
     type: str
 
 
-class OpenAIBody(SamplingFields, ForeignOpenAI):
+class OpenAIBody(SamplingFields, NamedBody, ForeignOpenAI):
     """What chat and completions have in common."""
 
     model: str | None = None

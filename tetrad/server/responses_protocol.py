@@ -14,6 +14,7 @@ from tetrad.server.protocol import (
     LARGEST,
     ChatBody,
     Count,
+    NamedBody,
     Priority,
     SamplingFields,
     Seconds,
@@ -109,7 +110,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Accepted = None
 
 
-class ResponsesBody(SamplingFields, ForeignOpenAI):
+class ResponsesBody(SamplingFields, NamedBody, ForeignOpenAI):
     """POST /v1/responses. Sampling fields of SGLang and vLLM are known beside OpenAI's."""
 
     model: str | None = None
