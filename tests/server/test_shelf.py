@@ -67,6 +67,8 @@ def test_what_fits_stays():
     assert [shelf.get(name) is not None for name in NAMES[:4]] == [False, True, True, True]
     assert not shelf.put(NAMES[0], bytes(1001))
     assert shelf.get("no name") is None
+    assert shelf.get("") is None
+    assert shelf.get("00") is None
     assert shelf.get("0" * 32) is None
 
 
@@ -75,6 +77,17 @@ def test_what_is_old_is_gone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shelf_module, "LIFETIME_S", -1.0)
     shelf.put(NAMES[0], b"old")
     assert shelf.get(NAMES[0]) is None
+
+
+def test_what_is_old_makes_room(monkeypatch: pytest.MonkeyPatch):
+    shelf = Shelf(3, 1000)
+    monkeypatch.setattr(shelf_module, "LIFETIME_S", -1.0)
+    for name in NAMES[:2]:
+        shelf.put(name, b"secret")
+    monkeypatch.setattr(shelf_module, "LIFETIME_S", 60.0)
+    shelf.put(NAMES[2], b"x")
+    assert b"secret" not in bytes(shelf._memory)
+    assert shelf.get(NAMES[2]) == b"x"
 
 
 def test_what_is_dropped_leaves_no_trace():

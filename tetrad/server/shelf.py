@@ -1,6 +1,6 @@
 """What can be asked for again: named values in a bounded place, which all API processes share.
 
-    header │ slots, a ring: name, when it expires, where its bytes are │ bytes, a ring
+    header │ names, a ring │ slots beside them: when it expires, where its bytes are │ bytes, a ring
 
 Whoever puts something evicts the oldest until it fits. The place is memory of the system's, so that
 a process that dies leaves it whole: a slot is written before the header counts it.
@@ -26,13 +26,13 @@ LIFETIME_S = 3600.0
 
 _HEADER = struct.Struct("=QQQ")
 """Number of the next slot, of the oldest one, and where the next bytes go; all only grow."""
-_SLOT = struct.Struct("=16sdQQB")
-"""Name, when it expires by the monotonic clock, beginning, length, whether it is marked."""
-_NO_NAME = bytes(16)
+_SLOT = struct.Struct("=dQQB")
+"""When it expires by the monotonic clock, beginning, length, whether it is marked."""
+NAME_BYTES = 16
+_NO_NAME = bytes(NAME_BYTES)
 
 
 class _Slot(NamedTuple):
-    name: bytes
     expires_at: float
     begin: int
     length: int
@@ -47,7 +47,8 @@ class Shelf:
         self.file = file
         self.num_slots = num_slots
         self._num_bytes = num_bytes
-        self._first_byte = _HEADER.size + num_slots * _SLOT.size
+        self._first_slot = _HEADER.size + num_slots * NAME_BYTES
+        self._first_byte = self._first_slot + num_slots * _SLOT.size
         self._memory = mmap.mmap(file, self._first_byte + num_bytes)
 
     @classmethod
@@ -56,7 +57,7 @@ class Shelf:
         if not hasattr(os, "memfd_create"):
             raise UnsupportedError("Several API processes need Linux; --api-workers 1 works here.")
         file = os.memfd_create("tetrad-shelf")
-        os.ftruncate(file, _HEADER.size + num_slots * _SLOT.size + num_bytes)
+        os.ftruncate(file, _HEADER.size + num_slots * (NAME_BYTES + _SLOT.size) + num_bytes)
         return cls(num_slots, num_bytes, file)
 
     def put(self, name: str, value: bytes) -> bool:
@@ -107,48 +108,62 @@ class Shelf:
             oldest += 1
         at = self._first_byte + begin % self._num_bytes
         self._memory[at : at + len(value)] = value
-        expires_at = time.monotonic() + LIFETIME_S
-        self._write(newest, _Slot(name, expires_at, begin, len(value), False))
+        self._write(newest, _Slot(time.monotonic() + LIFETIME_S, begin, len(value), False))
+        self._name(newest, name)
         _HEADER.pack_into(self._memory, 0, newest + 1, oldest, end)
 
     def _find(self, name: str) -> int | None:
-        """The number of its slot; what has expired is erased on the way."""
+        """The number of its slot."""
         try:
             wanted = bytes.fromhex(name)
         except ValueError:
             return None
-        newest, oldest, _ = self._header()
-        now = time.monotonic()
-        for number in range(oldest, newest):
-            slot = self._slot(number)
-            if slot.name != _NO_NAME and slot.expires_at < now:
-                self._erase(number)
-            elif slot.name == wanted != _NO_NAME:
+        newest, oldest = self._trim()
+        at = _HEADER.size - 1
+        while (at := self._memory.find(wanted, at + 1, self._first_slot)) >= 0:
+            place, rest = divmod(at - _HEADER.size, NAME_BYTES)
+            number = oldest + (place - oldest) % self.num_slots
+            if rest == 0 and number < newest and len(wanted) == NAME_BYTES and wanted != _NO_NAME:
                 return number
         return None
+
+    def _trim(self) -> tuple[int, int]:
+        """Erase what has expired, which is the oldest; returns the newest number and the oldest."""
+        newest, oldest, begin = self._header()
+        now, first = time.monotonic(), oldest
+        while oldest < newest and self._slot(oldest).expires_at < now:
+            self._erase(oldest)
+            oldest += 1
+        if oldest > first:
+            _HEADER.pack_into(self._memory, 0, newest, oldest, begin)
+        return newest, oldest
 
     def _header(self) -> tuple[int, int, int]:
         newest, oldest, begin = _HEADER.unpack_from(self._memory, 0)
         return newest, oldest, begin
 
     def _slot(self, number: int) -> _Slot:
-        return _Slot(*_SLOT.unpack_from(self._memory, self._place(number)))
+        place = self._first_slot + number % self.num_slots * _SLOT.size
+        return _Slot(*_SLOT.unpack_from(self._memory, place))
 
     def _write(self, number: int, slot: _Slot) -> None:
-        _SLOT.pack_into(self._memory, self._place(number), *slot)
+        place = self._first_slot + number % self.num_slots * _SLOT.size
+        _SLOT.pack_into(self._memory, place, *slot)
 
-    def _place(self, number: int) -> int:
-        return _HEADER.size + number % self.num_slots * _SLOT.size
+    def _name(self, number: int, name: bytes) -> None:
+        at = _HEADER.size + number % self.num_slots * NAME_BYTES
+        self._memory[at : at + NAME_BYTES] = name
 
     def _value(self, slot: _Slot) -> bytes:
         at = self._first_byte + slot.begin % self._num_bytes
         return self._memory[at : at + slot.length]
 
     def _erase(self, number: int) -> None:
+        self._name(number, _NO_NAME)
         slot = self._slot(number)
         at = self._first_byte + slot.begin % self._num_bytes
         self._memory[at : at + slot.length] = bytes(slot.length)
-        self._write(number, slot._replace(name=_NO_NAME, length=0))
+        self._write(number, slot._replace(length=0))
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
