@@ -10,10 +10,11 @@ misspelt `temprature` would else be an answer at another temperature.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -100,17 +101,37 @@ def checked(body_type: type[BodyType], values: Mapping[str, Any]) -> BodyType:
         raise _request_error(error) from None
 
 
-def _unknown_fields(value: Any, path: str) -> Iterator[tuple[str, str, type[Body]]]:
+def _unknown_fields(body: Body, path: str) -> Iterator[tuple[str, str, type[Body]]]:
     """(where, name, the body that does not know it) of each unknown field, nested ones too."""
-    if isinstance(value, Body):
-        kind = type(value)
-        if not isinstance(value, OpenBody):
-            yield from ((path, name, kind) for name in value.model_extra or ())
-        for name in kind.model_fields:
-            yield from _unknown_fields(getattr(value, name), f"{path}.{name}")
-    elif isinstance(value, list) and value and isinstance(value[0], Body):
-        for index, item in enumerate(value):
-            yield from _unknown_fields(item, f"{path}[{index}]")
+    kind = type(body)
+    if not isinstance(body, OpenBody):
+        for name in body.__pydantic_extra__ or ():
+            yield path, name, kind
+    values = body.__dict__
+    for name in _nested(kind):
+        value = values[name]
+        if isinstance(value, Body):
+            yield from _unknown_fields(value, f"{path}.{name}")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if not isinstance(item, Body):
+                    break
+                if item.__pydantic_extra__ or _nested(type(item)):
+                    yield from _unknown_fields(item, f"{path}.{name}[{index}]")
+
+
+@functools.cache
+def _nested(kind: type[Body]) -> tuple[str, ...]:
+    """The fields whose values may be bodies or hold some."""
+    return tuple(
+        name for name, field in kind.model_fields.items() if _mentions_body(field.annotation)
+    )
+
+
+def _mentions_body(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return True
+    return any(map(_mentions_body, get_args(annotation)))
 
 
 def _unknown(path: str, name: str, kind: type[Body]) -> tuple[str, str]:
