@@ -19,7 +19,10 @@ from typing import Any
 from tetrad.core.errors import CheckpointError, ConfigError, nearest
 from tetrad.core.jsonfile import read_json_object
 
-MODEL_TYPES = ("glm_moe_dsa", "deepseek_v32")
+LATENT_TYPES = ("glm_moe_dsa", "deepseek_v32")
+"""Values of `model_type` that a `ModelArch` describes."""
+MODEL_TYPES = (*LATENT_TYPES, "llama")
+"""All that is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class RopeArch:
     """Rotated width R (even)."""
     max_position: int
     yarn: YarnArch | None = None
+    llama3: Llama3Arch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,16 @@ class YarnArch:
     def rotation_scale(self) -> float:
         """Multiplies cos and sin."""
         return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Arch:
+    """Scaling of Llama 3.1: slow pairs turn `factor` times slower, fast ones as ever."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -141,12 +155,12 @@ class ModelArch:
     def from_config(cls, config: dict[str, Any]) -> ModelArch:
         """Build from a parsed config.json of a supported `model_type`."""
         model_type = config.get("model_type")
-        if model_type not in MODEL_TYPES:
+        if model_type not in LATENT_TYPES:
             raise CheckpointError(
-                f"model_type {model_type!r} is not supported; Tetrad serves "
-                f"{' and '.join(MODEL_TYPES)}.{nearest(str(model_type), MODEL_TYPES)}"
+                f"model_type {model_type!r} is not supported here; "
+                f"{' and '.join(LATENT_TYPES)} are.{nearest(str(model_type), LATENT_TYPES)}"
             )
-        read = _Reader(config)
+        read = Reader(config)
         num_layers = read.integer("num_hidden_layers")
         rope = _rope(read)
         return cls(
@@ -162,7 +176,7 @@ class ModelArch:
             mla=_mla(read, rope),
             indexer=_indexer(read, model_type, num_layers),
             moe=_moe(read, num_layers),
-            eos_ids=_eos_ids(config),
+            eos_ids=eos_ids(config),
         )
 
     def first_layers(self, num_layers: int | None) -> ModelArch:
@@ -180,7 +194,7 @@ class ModelArch:
         return replace(self, num_layers=num_layers, indexer=indexer)
 
 
-class _Reader:
+class Reader:
     """Typed look-ups whose errors name the key, what was expected and what was found."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -209,7 +223,7 @@ class _Reader:
         return value
 
 
-def _rope(read: _Reader) -> RopeArch:
+def _rope(read: Reader) -> RopeArch:
     params = read.config.get("rope_parameters") or read.config.get("rope_scaling") or {}
     theta = params.get("rope_theta", read.config.get("rope_theta"))
     if theta is None:
@@ -225,7 +239,7 @@ def _rope(read: _Reader) -> RopeArch:
     )
 
 
-def _yarn(params: dict[str, Any], read: _Reader) -> YarnArch:
+def _yarn(params: dict[str, Any], read: Reader) -> YarnArch:
     factor = float(params["factor"])
     original = params.get("original_max_position_embeddings")
     return YarnArch(
@@ -238,7 +252,7 @@ def _yarn(params: dict[str, Any], read: _Reader) -> YarnArch:
     )
 
 
-def _mla(read: _Reader, rope: RopeArch) -> MlaArch:
+def _mla(read: Reader, rope: RopeArch) -> MlaArch:
     nope_dim = read.integer("qk_nope_head_dim")
     scale = (nope_dim + rope.dim) ** -0.5
     return MlaArch(
@@ -252,7 +266,7 @@ def _mla(read: _Reader, rope: RopeArch) -> MlaArch:
     )
 
 
-def _indexer(read: _Reader, model_type: str, num_layers: int) -> IndexerArch:
+def _indexer(read: Reader, model_type: str, num_layers: int) -> IndexerArch:
     config = read.config
     interleaved = config.get("indexer_rope_interleave")
     return IndexerArch(
@@ -286,7 +300,7 @@ def full_indexer_layers(config: dict[str, Any], num_layers: int) -> tuple[int, .
     return tuple(i for i, full in enumerate(kinds[:num_layers]) if full)
 
 
-def _moe(read: _Reader, num_layers: int) -> MoeArch:
+def _moe(read: Reader, num_layers: int) -> MoeArch:
     experts_key = "n_routed_experts" if "n_routed_experts" in read.config else "num_experts"
     if (scoring := read.config.get("scoring_func", "sigmoid")) != "sigmoid":
         raise CheckpointError(f"scoring_func {scoring!r} is not supported; 'sigmoid' is.")
@@ -311,7 +325,7 @@ def _moe(read: _Reader, num_layers: int) -> MoeArch:
     )
 
 
-def _first_dense_layers(read: _Reader, num_layers: int) -> int:
+def _first_dense_layers(read: Reader, num_layers: int) -> int:
     """From `mlp_layer_types` (it wins, as in Hugging Face's models) or first_k_dense_replace."""
     kinds: list[str] | None = read.config.get("mlp_layer_types")
     if kinds is None:
@@ -325,7 +339,8 @@ def _first_dense_layers(read: _Reader, num_layers: int) -> int:
     return num_dense
 
 
-def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+def eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id`, one or several."""
     eos = config.get("eos_token_id")
     if eos is None:
         return ()

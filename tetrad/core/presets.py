@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.architectures import Arch, arch_of, arch_of_config
 from tetrad.core.errors import ConfigError, nearest
+from tetrad.core.gguf import is_gguf
 from tetrad.core.jsonfile import read_json_object
 
 _GLM_5: Mapping[str, Any] = {
@@ -53,22 +55,22 @@ def preset(name: str) -> ModelArch:
     return ModelArch.from_config(dict(_CONFIGS[name]))
 
 
-def shapes_of(model: str) -> ModelArch:
+def shapes_of(model: str) -> Arch:
     """The shapes of a preset, a model folder or a config.json. Raises ConfigError where there is no
     such thing."""
     if model in PRESETS:
         return preset(model)
     path = Path(model)
-    if path.is_file():
-        return ModelArch.from_config(read_json_object(path))
-    if path.is_dir():
-        return ModelArch.from_folder(path)
+    if path.is_file() and not is_gguf(path):
+        return arch_of_config(read_json_object(path))
+    if path.exists():
+        return arch_of(path)
     raise ConfigError(
         f"--model {model}: there is no such file or folder, and no preset of that name; there is "
         f"{', '.join(PRESETS)}.{nearest(model, PRESETS)}"
     )
 
 
-def served_shapes(model: Path, load_format: str) -> ModelArch:
+def served_shapes(model: Path, load_format: str) -> Arch:
     """The shapes of what is served: where no weights are read, no folder with some is needed."""
-    return shapes_of(str(model)) if load_format != "auto" else ModelArch.from_folder(model)
+    return shapes_of(str(model)) if load_format != "auto" else arch_of(model)

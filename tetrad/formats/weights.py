@@ -6,7 +6,7 @@ its stored format in memory: kernels read the fields, references call `dequantiz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self, TypeAlias
 
@@ -19,6 +19,8 @@ NVFP4_BLOCK = 16
 """Values along `in` that share one NVFP4 block scale."""
 FP8_BLOCK = 128
 """Rows and columns that share one FP8 block scale."""
+INT4_BLOCK = 32
+"""Values along `in` that share a scale and a minimum."""
 E4M3_MAX = 448.0
 """The largest e4m3 number."""
 
@@ -29,7 +31,7 @@ def block_grid(out: int, width: int) -> tuple[int, int]:
 
 
 class _Stored:
-    """What the four formats have in common. Subclasses are dataclasses whose fields are tensors."""
+    """What the formats have in common. Subclasses are dataclasses whose fields are tensors."""
 
     format_name: ClassVar[str]
 
@@ -181,7 +183,86 @@ class Nvfp4Weight(_Stored):
         return (values * self.global_scale[..., None, None]).to(dtype)
 
 
-Weight: TypeAlias = DenseWeight | Fp8TensorWeight | Fp8BlockWeight | Nvfp4Weight
+@dataclass(frozen=True, eq=False)
+class Int4Weight(_Stored):
+    """Four-bit integers in blocks of 32 along `in`: value = code * scale + minimum.
+
+    What ggml calls Q4_1, and Q4_0 with a minimum of -8 scale.
+    """
+
+    codes: Tensor
+    """uint8 [..., out, in / 2]; the even column in the low nibble"""
+    scales: Tensor
+    """float32 [..., out, in / 32]"""
+    minimums: Tensor
+    """float32 [..., out, in / 32]"""
+
+    format_name: ClassVar[str] = "int4"
+
+    def __post_init__(self) -> None:
+        assert self.codes.dtype == torch.uint8, self.codes.dtype
+        blocks = (*self.shape[:-1], self.shape[-1] // INT4_BLOCK)
+        for part in (self.scales, self.minimums):
+            assert part.dtype == torch.float32, part.dtype
+            assert part.shape == blocks, (part.shape, blocks)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., out, in]"""
+        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
+
+    def unpacked(self) -> Tensor:
+        """The codes, uint8 [..., out, in]."""
+        return torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """code * scale + minimum."""
+        blocks = self.unpacked().float().unflatten(-1, (-1, INT4_BLOCK))
+        values = blocks * self.scales[..., None] + self.minimums[..., None]
+        return values.flatten(-2).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Weight(_Stored):
+    """Eight-bit integers with one scale per row: value = data * scale."""
+
+    data: Tensor
+    """int8 [..., out, in]"""
+    scale: Tensor
+    """float32 [..., out]"""
+
+    format_name: ClassVar[str] = "int8"
+
+    def __post_init__(self) -> None:
+        assert self.data.dtype == torch.int8, self.data.dtype
+        assert self.scale.dtype == torch.float32, self.scale.dtype
+        assert self.scale.shape == self.data.shape[:-1], (self.scale.shape, self.data.shape)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., out, in]"""
+        return self.data.shape
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """data * scale."""
+        return (self.data.float() * self.scale[..., None]).to(dtype)
+
+
+Weight: TypeAlias = (
+    DenseWeight | Fp8TensorWeight | Fp8BlockWeight | Nvfp4Weight | Int4Weight | Int8Weight
+)
+
+
+def joined(weights: Sequence[Weight]) -> Weight | None:
+    """Matrices [out, in] as one above the other; None where their format does not allow it
+    without decoding: other formats side by side, or scales that rows of several matrices share."""
+    kinds = {type(weight) for weight in weights}
+    if len(kinds) > 1 or not kinds <= {DenseWeight, Int4Weight, Int8Weight}:
+        return None
+    parts = [weight.tensors() for weight in weights]
+    if any(len({part[name].dtype for part in parts}) > 1 for name in parts[0]):
+        return None
+    return kinds.pop()(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 def stack(

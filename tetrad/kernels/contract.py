@@ -17,6 +17,8 @@ BITS_PER_WEIGHT: Mapping[str, float] = {
     "fp8_tensor": 8.0,
     "fp8_block": 8.0,
     "nvfp4": 4.5,
+    "int4": 6.0,
+    "int8": 8.0,
 }
 """Bits a weight takes in memory, block scales included, by `format_name` of the stored weight."""
 

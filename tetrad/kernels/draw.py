@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS
-from tetrad.formats import fp8, nvfp4
+from tetrad.formats import fp8, integers, nvfp4
 from tetrad.formats.weights import DenseWeight, Weight, stack
 from tetrad.kernels import quick_weights
 from tetrad.kernels.contract import Case
@@ -74,6 +74,10 @@ class Draw:
             stored = fp8.quantize_tensor(matrix)
         elif format_name == "fp8_block":
             stored = fp8.quantize_block(matrix)
+        elif format_name == "int4":
+            stored = integers.quantize_int4(matrix)
+        elif format_name == "int8":
+            stored = integers.quantize_int8(matrix)
         else:
             stored = DenseWeight(matrix.to(self.dtype))
         return stored.to(self.device)

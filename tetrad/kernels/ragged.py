@@ -44,6 +44,24 @@ class Block:
     kept: Tensor | None
     """[n] int64 into the flattened [G * Q] rows: those that are not padding. None: all of them."""
 
+    is_masked: bool
+    """Does a row not see all M keys?"""
+
+    def mask(self, heads: int) -> Tensor | None:
+        """bool [G, 1, heads * Q, M], true where a row sees a key, for heads that lie one above the
+        other; None if every row sees all."""
+        if not self.is_masked:
+            return None
+        if heads not in self._masks:
+            seen = ~self.hidden.unsqueeze(1)
+            self._masks[heads] = seen.repeat(1, heads, 1, 1).flatten(1, 2).unsqueeze(1)
+        return self._masks[heads]
+
+    @cached_property
+    def _masks(self) -> dict[int, Tensor]:
+        """All layers ask for the same."""
+        return {}
+
     def gather(self, values: Tensor) -> Tensor:
         """Rows of `values` [T, ...] as [G, Q, ...]."""
         return values.unsqueeze(1) if self.is_whole else values[self.rows]
@@ -189,6 +207,7 @@ class Ragged:
             hidden=hidden,
             is_whole=num_rows == 1 and [r.row for r in runs] == list(range(sum(self.query_lens))),
             kept=is_row.flatten().nonzero().squeeze(1) if is_padded else None,
+            is_masked=num_rows > 1 or any(run.num_keys != num_keys for run in runs),
         )
 
 

@@ -36,6 +36,10 @@ from tetrad.kernels.finite_rows import check as finite_rows_check
 from tetrad.kernels.finite_rows import contract as finite_rows
 from tetrad.kernels.finite_rows import reference as finite_rows_torch
 from tetrad.kernels.finite_rows import triton as finite_rows_triton
+from tetrad.kernels.gqa import check as gqa_check
+from tetrad.kernels.gqa import contract as gqa
+from tetrad.kernels.gqa import reference as gqa_torch
+from tetrad.kernels.gqa import sdpa as gqa_sdpa
 from tetrad.kernels.head_linear import check as head_linear_check
 from tetrad.kernels.head_linear import contract as head_linear
 from tetrad.kernels.head_linear import cublas as head_linear_cublas
@@ -55,6 +59,7 @@ from tetrad.kernels.latents import reference as latents_torch
 from tetrad.kernels.latents import triton as latents_triton
 from tetrad.kernels.linear import check as linear_check
 from tetrad.kernels.linear import contract as linear
+from tetrad.kernels.linear import integers as linear_integers
 from tetrad.kernels.linear import reference as linear_torch
 from tetrad.kernels.linear import triton as linear_triton
 from tetrad.kernels.mla import check as mla_check
@@ -63,6 +68,9 @@ from tetrad.kernels.mla import flashinfer_sparse_mla as mla_flashinfer_sparse_ml
 from tetrad.kernels.mla import gluon as mla_gluon
 from tetrad.kernels.mla import reference as mla_torch
 from tetrad.kernels.mla import triton as mla_triton
+from tetrad.kernels.qkv import check as qkv_check
+from tetrad.kernels.qkv import contract as qkv
+from tetrad.kernels.qkv import reference as qkv_torch
 from tetrad.kernels.reduce_experts import check as reduce_experts_check
 from tetrad.kernels.reduce_experts import contract as reduce_experts
 from tetrad.kernels.reduce_experts import reference as reduce_experts_torch
@@ -118,7 +126,7 @@ OPS: Mapping[str, Op] = {
             head_linear_torch,
         ),
         _op(absorb, absorb_check, absorb_triton, absorb_cublas, absorb_torch),
-        _op(linear, linear_check, linear_triton, linear_torch),
+        _op(linear, linear_check, linear_triton, linear_integers, linear_torch),
         _op(activation, activation_check, activation_triton, activation_torch),
         _op(router, router_check, router_triton, router_cublas, router_torch),
         _op(route, route_check, route_triton, route_torch),
@@ -140,6 +148,8 @@ OPS: Mapping[str, Op] = {
         _op(index_score, index_score_check, index_score_triton, index_score_torch),
         _op(index_select, index_select_check, index_select_triton, index_select_torch),
         _op(mla, mla_check, mla_gluon, mla_triton, mla_flashinfer_sparse_mla, mla_torch),
+        _op(qkv, qkv_check, qkv_torch),
+        _op(gqa, gqa_check, gqa_sdpa, gqa_torch),
         _op(finite_rows, finite_rows_check, finite_rows_triton, finite_rows_torch),
         _op(sample, sample_check, sample_triton, sample_torch),
     )

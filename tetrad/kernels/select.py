@@ -83,6 +83,8 @@ class OpSet:
     index_score: Backend
     index_select: Backend
     mla: Backend
+    qkv: Backend
+    gqa: Backend
     finite_rows: Backend
     sample: Backend
     choices: tuple[OpChoice, ...]

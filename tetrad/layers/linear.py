@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from tetrad.formats.weights import Weight
+from tetrad.formats.weights import Weight, joined
 from tetrad.layers.source import WeightSource
 
 
@@ -29,6 +29,26 @@ class Linear:
         """[T, in] to [T, out]."""
         y: Tensor = self.op(x, self.weight)
         return y
+
+
+class StackedLinears:
+    """Several matrices times the same x, side by side: one product where their format lets them
+    stand one above the other."""
+
+    def __init__(self, source: WeightSource, rows: Mapping[str, int], width: int) -> None:
+        """`rows`: of each matrix, by its name."""
+        self.op = source.ops.linear
+        stored = [source.stored(name, out, width) for name, out in rows.items()]
+        whole = joined(stored)
+        if whole is None:
+            self.weights = [source.prepared([each], self.op) for each in stored]
+        else:
+            self.weights = [source.stack_prepared(whole, stored, self.op)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, sum of rows]."""
+        products: list[Tensor] = [self.op(x, weight) for weight in self.weights]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 class JoinedLinears:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetrad.core.arch import RopeArch, YarnArch
+from tetrad.core.arch import Llama3Arch, RopeArch, YarnArch
 
 
 class Rotation(NamedTuple):
@@ -39,7 +39,18 @@ def inverse_frequencies(arch: RopeArch) -> Tensor:
     """fp32 [R/2]: theta^(-2i/R), bent by yarn when the model asks for it."""
     exponents = torch.arange(0, arch.dim, 2, dtype=torch.float32) / arch.dim
     plain = 1.0 / arch.theta**exponents
+    if arch.llama3 is not None:
+        return _llama3(plain, arch.llama3)
     return plain if arch.yarn is None else _yarn(plain, arch, arch.yarn)
+
+
+def _llama3(plain: Tensor, bent: Llama3Arch) -> Tensor:
+    """Keep pairs that turn often within the original context, slow down by `factor` those that
+    turn seldom, blend in between (Llama 3.1)."""
+    turns = bent.original_max_position * plain / (2 * math.pi)
+    fastness = (turns - bent.low_freq_factor) / (bent.high_freq_factor - bent.low_freq_factor)
+    fastness = fastness.clamp(0.0, 1.0)
+    return plain * fastness + plain / bent.factor * (1.0 - fastness)
 
 
 def _yarn(plain: Tensor, arch: RopeArch, yarn: YarnArch) -> Tensor:

@@ -113,12 +113,19 @@ class WeightSource:
     ) -> Weight:
         """One weight, or several that `can_join` as one above the other, prepared for `op` with
         inputs of `dtype` (default: the activations')."""
-        joined = weights[0]
+        whole = weights[0]
         if len(weights) > 1:
-            joined = DenseWeight(torch.cat([part.tensors()["data"] for part in weights]))
-        prepared: Weight = op.prepare(joined, dtype or self.dtype)
-        for part in weights:
-            share = prepared.nbytes * part.shape[0] // joined.shape[0]
+            whole = DenseWeight(torch.cat([part.tensors()["data"] for part in weights]))
+        return self.stack_prepared(whole, weights, op, dtype)
+
+    def stack_prepared(
+        self, whole: Weight, parts: Sequence[Weight], op: Backend, dtype: torch.dtype | None = None
+    ) -> Weight:
+        """`whole`, made of `parts` one above the other, prepared for `op` with inputs of `dtype`
+        (default: the activations')."""
+        prepared: Weight = op.prepare(whole, dtype or self.dtype)
+        for part in parts:
+            share = prepared.nbytes * part.shape[0] // whole.shape[0]
             self.ledger.add(part.format_name, 1, part.nbytes, share)
         return prepared
 

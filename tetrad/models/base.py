@@ -1,42 +1,37 @@
-"""What the models have in common: their parts, and what the engine may ask of them."""
+"""What all models have in common: what the engine may ask of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tetrad.core.arch import ModelArch
+from tetrad.core.architectures import Arch
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
-from tetrad.layers.decoder import DecoderLayer
 from tetrad.layers.norm import Hidden
-from tetrad.layers.rope import Rope
 from tetrad.layers.source import WeightSource
-from tetrad.layers.stages import beginning_of, end_of
 
 
 class Model(ABC):
     """A loaded decoder: embedding, L layers, norm and head. Calling it computes one step."""
 
-    def __init__(self, arch: ModelArch, source: WeightSource) -> None:
-        self.arch = arch
+    arch: Arch
+    layers: list[Any]
+    """Called one after the other."""
+    output: Callable[[Hidden, Tensor], Tensor]
+    """Hidden states [T, D] and the wanted rows to their logits."""
+
+    def __init__(self, source: WeightSource) -> None:
         self._ledger = source.ledger
         self.checkpoint_notes: tuple[str, ...] = ()
         """Sentences a person should see, such as where a checkpoint contradicts its metadata."""
         self.read_gb_per_s: float | None = None
         """How fast its files were read; None where weights were drawn."""
-        inner = source.at("model")
-        self.embed = beginning_of(arch, source)
-        self.layers = [
-            DecoderLayer(arch, layer, inner.at(f"layers.{arch.first_layer + layer}"))
-            for layer in range(arch.num_layers)
-        ]
-        self.rope = Rope(arch.rope, self.layers[0].attention_norm.weight.device)
-        self.output = end_of(arch, source)
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, cache: KvCache) -> Tensor:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.norm import Hidden
-from tetrad.models.base import Model
+from tetrad.models.latent import LatentModel
 
 
-class DeepseekV32(Model):
+class DeepseekV32(LatentModel):
     """Each layer chooses its own keys."""
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Hidden:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.architectures import Arch
 from tetrad.core.errors import ConfigError
 from tetrad.core.ranks import Ranks
 from tetrad.distributed.collectives import Collectives
@@ -24,7 +25,7 @@ from tetrad.kernels.device import snapshot
 from tetrad.kernels.select import OpSet
 from tetrad.layers.source import WeightLedger, WeightSource
 from tetrad.models.base import Model
-from tetrad.models.registry import MODELS
+from tetrad.models.registry import build
 
 SKEW = 0.2
 """Standard deviation of the router's bias where routing is skewed: that of its scores."""
@@ -68,7 +69,7 @@ class DummyWeights:
 
 
 def dummy_model(
-    arch: ModelArch,
+    arch: Arch,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -79,11 +80,11 @@ def dummy_model(
 ) -> Model:
     """`arch`, or what the rank of `others` holds of it. Raises ConfigError when a CPU's memory
     cannot hold it: there an allocation beyond it would end in the process being killed."""
-    if device.type == "cpu":
+    if device.type == "cpu" and isinstance(arch, ModelArch):
         _check_memory(arch, others.ranks, dtype, device)
     weights = DummyWeights(device, dtype, seed, is_skewed)
     source = WeightSource(weights, ops, dtype, WeightLedger(), others=others)
-    return MODELS[arch.model_type](others.ranks.arch_of(arch), source)
+    return build(arch, source)
 
 
 def _check_memory(arch: ModelArch, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.norm import Hidden
-from tetrad.models.base import Model
+from tetrad.models.latent import LatentModel
 
 
-class GlmMoeDsa(Model):
+class GlmMoeDsa(LatentModel):
     """The choice of keys travels along the layers."""
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Hidden:

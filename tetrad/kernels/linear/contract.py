@@ -9,7 +9,7 @@ CONTRACT = Contract(
     summary="x @ weight^T, accumulated in fp32, rounded once",
     arguments=(
         Argument("x", "[T, in]", "activation", "rows"),
-        Argument("weight", "[out, in]", "weight", "one matrix, bf16 / FP8 / NVFP4 as stored"),
+        Argument("weight", "[out, in]", "weight", "one matrix, bf16 / FP8 / NVFP4 / integers as stored"),
     ),
     results=(Argument("y", "[T, out]", "activation", "x @ weight^T"),),
     cases=(
@@ -20,6 +20,12 @@ CONTRACT = Contract(
         case("nvfp4 several tiles of tokens", T=70, out=136, width=192, format="nvfp4"),
         case("fp8 per tensor", T=3, out=40, width=72, format="fp8_tensor"),
         case("fp8 odd sizes", T=17, out=37, width=51, format="fp8_block"),
+        case("int4", T=3, out=96, width=128, format="int4"),
+        case("int4 odd sizes", T=2, out=37, width=64, format="int4"),
+        case("int4 many tokens", T=33, out=64, width=96, format="int4"),
+        case("int8", T=3, out=96, width=128, format="int8"),
+        case("int8 odd sizes", T=2, out=37, width=51, format="int8"),
+        case("int8 many tokens", T=33, out=64, width=96, format="int8"),
         case("dense", T=3, out=48, width=64, format="bf16"),
         case("dense odd sizes", T=5, out=37, width=51, format="bf16"),
     ),

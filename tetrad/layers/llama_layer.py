@@ -1,0 +1,65 @@
+"""One layer of a Llama-like model, and its end."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tetrad.core.llama_arch import LlamaArch
+from tetrad.formats.weights import DenseWeight
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.layers.gqa import GqaAttention
+from tetrad.layers.linear import Linear, StackedLinears
+from tetrad.layers.norm import RmsNorm
+from tetrad.layers.rope import Rotation
+from tetrad.layers.source import WeightSource
+
+
+class LlamaLayer:
+    """h += attention(norm(h)); h += mlp(norm(h)). The MLP's result stays apart from h until the
+    next norm adds it, so that every sum is part of a norm."""
+
+    def __init__(self, arch: LlamaArch, layer: int, source: WeightSource) -> None:
+        self.attention_norm = RmsNorm(source, "input_layernorm", arch.hidden, arch.norm_eps)
+        self.attention = GqaAttention(arch, layer, source.at("self_attn"))
+        self.mlp_norm = RmsNorm(source, "post_attention_layernorm", arch.hidden, arch.norm_eps)
+        mlp = source.at("mlp")
+        rows = {"gate_proj": arch.intermediate, "up_proj": arch.intermediate}
+        self.gate_up = StackedLinears(mlp, rows, arch.hidden)
+        self.down = Linear(mlp, "down_proj", arch.hidden, arch.intermediate)
+        self.activation = source.ops.activation
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        addend: Tensor | None,
+        batch: ForwardBatch,
+        rotation: Rotation,
+        cache: KvCache,
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden` and what is still to be added to it, both [T, D]; the same of the next layer."""
+        if addend is None:
+            normed = self.attention_norm(hidden)
+        else:
+            hidden, normed = self.attention_norm.of_sum(addend, hidden)
+        attended = self.attention(normed, batch, rotation, cache)
+        hidden, normed = self.mlp_norm.of_sum(attended, hidden)
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        return hidden, self.down(self.activation(gate, up))
+
+
+class LlamaHead:
+    """Norm and logits; of a tied model by the embedding's own table."""
+
+    def __init__(self, arch: LlamaArch, source: WeightSource, table: Tensor) -> None:
+        self.norm = RmsNorm(source.at("model"), "norm", arch.hidden, arch.norm_eps)
+        self.op = source.ops.linear
+        if arch.is_tied:
+            self.weight = self.op.prepare(DenseWeight(table), source.dtype)
+        else:
+            self.weight = source.linear("lm_head", arch.vocab, arch.hidden)
+
+    def __call__(self, hidden: Tensor, logit_rows: Tensor) -> Tensor:
+        """[T, D] to fp32 logits [R, V]."""
+        logits: Tensor = self.op(self.norm(hidden[logit_rows]), self.weight)
+        return logits.float()

@@ -1,0 +1,43 @@
+"""Llama and what is built like it (`llama`): SmolLM2, TinyLlama, Llama 3.
+
+Grouped-query attention over all keys and a gated MLP, in every layer.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tetrad.core.llama_arch import LlamaArch
+from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.cache import KvCache
+from tetrad.layers.embedding import Embedding
+from tetrad.layers.llama_layer import LlamaHead, LlamaLayer
+from tetrad.layers.rope import Rope
+from tetrad.layers.source import WeightSource
+from tetrad.models.base import Model
+
+
+class Llama(Model):
+    """On one device."""
+
+    arch: LlamaArch
+    layers: list[LlamaLayer]
+
+    def __init__(self, arch: LlamaArch, source: WeightSource) -> None:
+        super().__init__(source)
+        self.arch = arch
+        inner = source.at("model")
+        self.embed = Embedding(inner, "embed_tokens", arch.vocab, arch.hidden)
+        self.layers = [
+            LlamaLayer(arch, layer, inner.at(f"layers.{layer}")) for layer in range(arch.num_layers)
+        ]
+        self.rope = Rope(arch.rope, self.embed.table.device)
+        self.output = LlamaHead(arch, source, self.embed.table)
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+        """[T, D]."""
+        hidden, addend = self.embed(batch.token_ids), None
+        rotation = self.rope(batch.positions)
+        for layer in self.layers:
+            hidden, addend = layer(hidden, addend, batch, rotation, cache)
+        return hidden if addend is None else hidden + addend
