@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.factories import TINY_GLM, tiny_glm_folder, tiny_glm_tensors
 from tests.models.driver import Driver
+from tetrad.core.arch import ModelArch
 from tetrad.core.errors import CheckpointError
 from tetrad.formats import fp8, nvfp4
 from tetrad.kernels.select import resolve_ops
@@ -213,7 +214,9 @@ def test_dense_layers_follow_mlp_layer_types(tmp_path: Path):
     same = tiny_glm_folder(tmp_path / "list", mlp_layer_types=kinds)
     config = json.loads((same / "config.json").read_text()) | {"first_k_dense_replace": 3}
     (same / "config.json").write_text(json.dumps(config))
-    assert load(same).arch.moe.first_dense_layers == 1
+    arch = load(same).arch
+    assert isinstance(arch, ModelArch)
+    assert arch.moe.first_dense_layers == 1
     with pytest.raises(CheckpointError, match="mlp_layer_types must list 'dense' for the first"):
         load(tiny_glm_folder(tmp_path / "mixed", mlp_layer_types=[*kinds[1:], "dense"]))
     with pytest.raises(CheckpointError, match="mlp_layer_types"):

@@ -14,7 +14,7 @@ from tests.models import oracle
 from tests.models.driver import Driver, Step
 from tetrad.kernels.select import resolve_ops
 from tetrad.layers.embedding import Embedding
-from tetrad.models.base import Model
+from tetrad.models.latent import LatentModel
 from tetrad.models.loader import load_model
 
 NUM_TOKENS = 83
@@ -41,7 +41,7 @@ RAGGED_LENGTHS = (83, 70, 21, 1)
 @dataclass(frozen=True)
 class Pair:
     theirs: Any
-    ours: Model
+    ours: LatentModel
     sequences: list[Tensor]
     truth: list[Tensor]
 
@@ -52,6 +52,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs = make()
     folder = oracle.save(theirs, tmp_path_factory.mktemp("model"))
     ours = load_model(folder, device="cpu", dtype=torch.float32, ops=resolve_ops("cpu"))
+    assert isinstance(ours, LatentModel)
     generator = torch.Generator().manual_seed(1)
     vocab = theirs.config.vocab_size
     sequences = [torch.randint(vocab, (n,), generator=generator) for n in RAGGED_LENGTHS]

@@ -261,7 +261,9 @@ def _pages(context: int) -> int:
 
 def filled_cache(model: Model, num_pages: int, plan: RankBench) -> KvCache:
     """Every slot holds a key of the size that norms leave."""
-    cache = KvCache(model.arch, num_pages, plan.device, plan.dtype, plan.keys)
+    arch = model.arch
+    assert isinstance(arch, ModelArch), arch
+    cache = KvCache(arch, num_pages, plan.device, plan.dtype, plan.keys)
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
 
     def drawn(*widths: int) -> list[Tensor]:
@@ -270,7 +272,7 @@ def filled_cache(model: Model, num_pages: int, plan: RankBench) -> KvCache:
             torch.randn(*size, width, generator=generator, device=plan.device) for width in widths
         ]
 
-    mla, indexer = model.arch.mla, model.arch.indexer
+    mla, indexer = arch.mla, arch.indexer
     for pool in cache.latent:
         keys = drawn(mla.kv_lora_rank, mla.rope_dim)
         is_fp8 = plan.keys == FP8

@@ -153,6 +153,7 @@ def _known(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
 def model_shapes(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
     """What to call the model, and its shapes."""
     from tetrad.core.arch import ModelArch
+    from tetrad.core.errors import ConfigError
     from tetrad.core.presets import PRESETS, shapes_of
     from tetrad.data import NAME, model_folder
 
@@ -160,7 +161,13 @@ def model_shapes(name: str | None, device_kind: str) -> tuple[str, ModelArch]:
         name = NAME if device_kind == "cpu" else PRESETS[0]
     if name == NAME:
         return NAME, ModelArch.from_folder(model_folder(Path(name)))
-    return name, shapes_of(name)
+    arch = shapes_of(name)
+    if not isinstance(arch, ModelArch):
+        raise ConfigError(
+            f"--model {name}: {arch.model_type} has no experts and no latent attention, whose "
+            f"kernels are timed here; {NAME} and {', '.join(PRESETS)} work."
+        )
+    return name, arch
 
 
 def append(row: Record, path: Path) -> None:

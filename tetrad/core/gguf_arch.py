@@ -51,9 +51,7 @@ def arch_of_gguf(file: GgufFile) -> LlamaArch:
         norm_eps=file.get("llama.attention.layer_norm_rms_epsilon", float),
         max_position=context,
         rope=RopeArch(theta, head_dim, context),
-        gqa=GqaArch(
-            heads, file.get("llama.attention.head_count_kv", int, heads), head_dim
-        ),
+        gqa=GqaArch(heads, file.get("llama.attention.head_count_kv", int, heads), head_dim),
         is_tied="output.weight" not in file.tensors,
         eos_ids=_eos_ids(file),
     )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tetrad.core.arch import ModelArch
+from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.step import PAGE_TOKENS
@@ -48,7 +48,7 @@ class CacheLayout:
     """The same for people."""
 
 
-def plan_cache(config: ServeConfig, arch: ModelArch, use: MemoryUse) -> CacheLayout:
+def plan_cache(config: ServeConfig, arch: Arch, use: MemoryUse) -> CacheLayout:
     """Resolve the limits. Raises ConfigError that says which flag to change, and to what."""
     context = resolve_context(config, arch)
     running = _resolve_running(config)
@@ -74,7 +74,7 @@ def plan_cache(config: ServeConfig, arch: ModelArch, use: MemoryUse) -> CacheLay
     return CacheLayout(limits, fraction, limited_by, sentence)
 
 
-def resolve_context(config: ServeConfig, arch: ModelArch) -> int:
+def resolve_context(config: ServeConfig, arch: Arch) -> int:
     """Longest prompt plus output. Raises ConfigError beyond what the model was made for."""
     context = config.context_length or arch.max_position
     if context > arch.max_position:

@@ -111,7 +111,7 @@ class NanGuard:
         for switch in self._switches.values():
             switch.watch = watch
         self._model.layers[:] = [
-            _WatchedLayer(layer, watch, i)  # type: ignore[misc]
+            _WatchedLayer(layer, watch, i)
             for i, layer in enumerate(layers, self._model.arch.first_layer)
         ]
         try:

@@ -13,14 +13,21 @@ import torch
 
 from tetrad import __version__
 from tetrad.core.arch import ModelArch
+from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, UnsupportedError
-from tetrad.core.keys import ACTIVATION, KeyFormat, key_format
+from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.core.messages import EngineProgress
 from tetrad.core.presets import served_shapes
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.distributed.rehearsal import Rehearsal
+from tetrad.engine.arch_choices import (
+    activation_type,
+    cached_keys,
+    forced_backends,
+    told_backends,
+)
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
 from tetrad.engine.device import resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine, scheduler_of
@@ -32,7 +39,7 @@ from tetrad.engine.runner import Runner
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import device_memory, snapshot
-from tetrad.kernels.select import FLAG_OPS, OpSet, backend_names, resolve_ops
+from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.kernels.switch import switchable
 from tetrad.layers.cache import KvCache
 from tetrad.models.base import Model
@@ -55,11 +62,10 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     arch = served_shapes(folder, config.load_format).first_layers(config.num_layers)
     resolve_context(config, arch)
     device = resolve_device(config.device)
-    dtype = _dtype(config, device)
+    dtype = activation_type(config, arch, device)
     if device.type == "cpu":
         use_sensible_threads()
-    name, rank = str(dtype).removeprefix("torch."), arch.mla.kv_lora_rank
-    keys = key_format(config.kv_cache_dtype, name, rank, arch.indexer.head_dim)
+    name, keys = str(dtype).removeprefix("torch."), cached_keys(config, arch, dtype)
     ops, switches = switchable(_choose_ops(config, arch, device, dtype, keys, say))
     started = time.monotonic()
     say(EngineProgress("weights", str(folder)))
@@ -119,26 +125,9 @@ def _model_folder(config: ServeConfig) -> Path:
     return config.model
 
 
-def _dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
-    name = config.dtype
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if name == "float32" else torch.bfloat16
-
-
-def _forced_backends(config: ServeConfig) -> dict[str, str]:
-    wanted = {
-        "moe_runner_backend": config.moe_runner_backend,
-        "attention_backend": config.attention_backend,
-        "decode_attention_backend": config.decode_attention_backend,
-        "prefill_attention_backend": config.prefill_attention_backend,
-    }
-    return {FLAG_OPS[flag]: name for flag, name in wanted.items() if name is not None}
-
-
 def _choose_ops(
     config: ServeConfig,
-    arch: ModelArch,
+    arch: Arch,
     device: torch.device,
     dtype: torch.dtype,
     keys: KeyFormat,
@@ -147,9 +136,9 @@ def _choose_ops(
     say(EngineProgress("kernels", f"choosing backends on {snapshot(device).name}"))
     return resolve_ops(
         str(device),
-        _forced_backends(config),
+        forced_backends(config, arch),
         dtype,
-        arch,
+        arch if isinstance(arch, ModelArch) else None,
         lambda sentence: say(EngineProgress("kernels", sentence)),
         keys,
     )
@@ -164,12 +153,16 @@ def _notes(config: ServeConfig, model: Model) -> Iterator[str]:
 
 
 def _others(
-    config: ServeConfig, arch: ModelArch, device: torch.device, dtype: torch.dtype
+    config: ServeConfig, arch: Arch, device: torch.device, dtype: torch.dtype
 ) -> Collectives:
     """The ranks that hold the rest of the model, stood in for; or nobody."""
     ranks = config.rehearsed
     if ranks is None:
         return Solo()
+    if not isinstance(arch, ModelArch):
+        raise ConfigError(
+            f"--rehearse {ranks}: {arch.model_type} runs on one device; leave it out."
+        )
     ranks.check_program(arch, "--rehearse")
     if ranks.pp > 1:
         raise ConfigError(
@@ -190,7 +183,7 @@ def _others(
 def _load_weights(
     config: ServeConfig,
     folder: Path,
-    arch: ModelArch,
+    arch: Arch,
     device: torch.device,
     dtype: torch.dtype,
     ops: OpSet,
@@ -216,6 +209,7 @@ def _load_weights(
             on_progress=_ReadMeter(say).on_bytes,
             others=others,
             num_layers=config.num_layers,
+            quantization=config.quantization,
         )
     except torch.OutOfMemoryError as error:
         total = device_memory(device).total_bytes / 1e9
@@ -260,7 +254,7 @@ def _lay_out_cache(
 
 
 def _make_cache(
-    arch: ModelArch,
+    arch: Arch,
     layout: CacheLayout,
     device: torch.device,
     dtype: torch.dtype,
@@ -280,7 +274,7 @@ def _prepare(
     config: ServeConfig,
     layout: CacheLayout,
     runner: Runner,
-    arch: ModelArch,
+    arch: Arch,
     device: torch.device,
     say: Progress,
 ) -> Prepared:
@@ -316,5 +310,5 @@ def _info(
         "num_threads": torch.get_num_threads(),
         "checkpoint_notes": list(model.checkpoint_notes),
         "backends": ops.report,
-        **backend_names(ops),
+        **told_backends(ops, model.arch),
     }

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from tetrad.core.arch import ModelArch
+from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.keys import is_expanded
+from tetrad.core.llama_arch import LlamaArch
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork, StepPlan
 from tetrad.engine.admission import Limits
@@ -38,7 +40,7 @@ class Prepared:
 
 def prepare(
     config: ServeConfig,
-    arch: ModelArch,
+    arch: Arch,
     limits: Limits,
     runner: Runner,
     device: torch.device,
@@ -49,15 +51,18 @@ def prepare(
     if device.type != "cuda":
         return Prepared()
     scratch_page = limits.num_pages
+    topk = arch.indexer.topk if isinstance(arch, ModelArch) else limits.context_tokens
     peak_bytes = _activation_bytes(runner, limits, scratch_page)
-    for plan in prompt_steps(limits, arch.indexer.topk, scratch_page):
+    for plan in prompt_steps(limits, topk, scratch_page):
         say(f"trying a prompt step of {plan.num_tokens} tokens")
         runner.launch(plan).wait()
-    if config.disable_cuda_graph:
+    if isinstance(arch, LlamaArch) and not config.disable_cuda_graph:
+        say(f"decode steps of {arch.model_type} run without CUDA graphs")
+    if config.disable_cuda_graph or isinstance(arch, LlamaArch):
         return Prepared(peak_bytes)
     recorded = GraphPlan(
         sizes=graph_sizes(config, limits.max_running_requests),
-        short_tokens=arch.indexer.topk,
+        short_tokens=topk,
         context_tokens=min(limits.context_tokens, limits.cache_tokens),
         scratch_page=scratch_page,
         reserved_bytes=peak_bytes + MARGIN_BYTES,

@@ -137,7 +137,7 @@ def _decoded(rows: Tensor, stored: GgufTensor) -> Tensor:
     if stored.type_name in _DENSE:
         return rows.view(_DENSE[stored.type_name])
     try:
-        import gguf  # noqa: PLC0415 - an extra
+        import gguf
     except ImportError:
         raise ConfigError(
             f"'{stored.name}' is stored as {stored.type_name}, which the package gguf decodes; "

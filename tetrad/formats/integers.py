@@ -24,12 +24,11 @@ def quantize_int8(matrix: Tensor) -> Int8Weight:
 def quantize_int4(matrix: Tensor) -> Int4Weight:
     """[out, in] with each block's least value at code 0 and its greatest at 15. `in` must be a
     multiple of 32."""
-    blocks = matrix.float().unflatten(-1, (-1, INT4_BLOCK))
+    blocks = matrix.float().reshape(len(matrix), -1, INT4_BLOCK)
     low, high = blocks.aminmax(dim=-1)
     scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
     codes = ((blocks - low[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.uint8)
-    even, odd = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
-    return Int4Weight(even | odd << 4, scales, low)
+    return Int4Weight(_packed(codes), scales, low)
 
 
 def from_ggml(rows: Tensor, type_name: str) -> Int4Weight:
@@ -38,7 +37,7 @@ def from_ggml(rows: Tensor, type_name: str) -> Int4Weight:
     A block is a scale and, in Q4_1, a minimum, both fp16; then 16 bytes whose low nibbles are the
     first 16 codes and whose high nibbles are the others.
     """
-    blocks = rows.unflatten(-1, (-1, _BLOCK_BYTES[type_name]))
+    blocks = rows.view(len(rows), -1, _BLOCK_BYTES[type_name])
     scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
     if type_name == "Q4_1":
         minimums = blocks[..., 2:4].contiguous().view(torch.float16).squeeze(-1).float()
@@ -46,5 +45,10 @@ def from_ggml(rows: Tensor, type_name: str) -> Int4Weight:
         minimums = -8 * scales
     halves = blocks[..., -16:]
     codes = torch.cat([halves & 15, halves >> 4], dim=-1)
-    even, odd = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
-    return Int4Weight(even | odd << 4, scales, minimums)
+    return Int4Weight(_packed(codes), scales, minimums)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """uint8 [out, blocks, 32] to [out, in / 2]."""
+    even, odd = codes.view(len(codes), -1, 2).unbind(-1)
+    return even | odd << 4

@@ -217,9 +217,9 @@ class Int4Weight(_Stored):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """code * scale + minimum."""
-        blocks = self.unpacked().float().unflatten(-1, (-1, INT4_BLOCK))
+        blocks = self.unpacked().float().view(*self.scales.shape, INT4_BLOCK)
         values = blocks * self.scales[..., None] + self.minimums[..., None]
-        return values.flatten(-2).to(dtype)
+        return values.view(self.shape).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

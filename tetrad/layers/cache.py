@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tetrad.core.arch import ModelArch
 from tetrad.core.architectures import Arch
-from tetrad.core.llama_arch import LlamaArch
 from tetrad.core.keys import ACTIVATION, FP8, KeyFormat, index_bytes, latent_bytes
+from tetrad.core.llama_arch import LlamaArch
 from tetrad.core.step import PAGE_TOKENS
 
 

@@ -43,9 +43,9 @@ def load_model(
     num_layers: int | None = None,
     quantization: str | None = None,
 ) -> Model:
-    """Load `folder`, or a GGUF file, onto `device` ("cpu", "cuda") for activations of `dtype`: all of it, or what
-    the rank of `others` holds, or of either only the first `num_layers`; with its linears quantised
-    as `quantization` says, where it says something.
+    """Load `folder`, or a GGUF file, onto `device` ("cpu", "cuda") for activations of `dtype`: all
+    of it, or what the rank of `others` holds, or of either only the first `num_layers`; linears
+    quantised as `quantization` says, where it says something.
 
     Raises CheckpointError, in one sentence, when config.json is not of a supported model, when a
     tensor is missing or has another shape, or when one is left over that nobody knows.

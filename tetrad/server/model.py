@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tetrad.core.arch import ModelArch
+from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import RequestError, nearest
+from tetrad.core.gguf import GgufFile, is_gguf
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.presets import served_shapes
 from tetrad.data import embedded_model, model_folder
 from tetrad.server import reasoning, tools
 from tetrad.server.chat_template import ChatTemplate, End
+from tetrad.server.gguf_text import template_of, tokenizer_of
 from tetrad.server.sampling import SamplingDefaults
 from tetrad.server.text import Tokenizer
 
@@ -36,7 +38,7 @@ class ServedModel:
     folder: Path
     text_folder: Path
     """Where tokenizer and template come from: `folder`, if it has them."""
-    arch: ModelArch
+    arch: Arch
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: SamplingDefaults
@@ -46,17 +48,17 @@ class ServedModel:
 
     @classmethod
     def load(cls, config: ServeConfig) -> ServedModel:
-        """Read the folder. Raises CheckpointError or ConfigError with a sentence."""
+        """Read the folder or file. Raises CheckpointError or ConfigError with a sentence."""
         folder = model_folder(config.model)
         text_folder = _text_folder(folder, config.load_format)
-        template = ChatTemplate.from_folder(text_folder, config.chat_template)
+        tokenizer, template = _text(config, folder, text_folder)
         source = template.source if template is not None else ""
         return cls(
             name=config.served_model_name or folder.resolve().name,
             folder=folder,
             text_folder=text_folder,
             arch=served_shapes(folder, config.load_format),
-            tokenizer=Tokenizer.from_folder(text_folder, is_lent=text_folder != folder),
+            tokenizer=tokenizer,
             template=template,
             defaults=SamplingDefaults.of(config.sampling_defaults, text_folder),
             splits_reasoning=_chosen(config.reasoning_parser, reasoning.OPEN, source),
@@ -135,11 +137,26 @@ class ServedModel:
 
 def _text_folder(folder: Path, load_format: str) -> Path:
     """Where tokenizer and template are: a model of drawn weights may lend the embedded one's."""
-    has_none = not (folder / "tokenizer.json").is_file()
+    has_none = not ((folder / "tokenizer.json").is_file() or is_gguf(folder))
     return embedded_model() if load_format != "auto" and has_none else folder
 
 
+def _text(
+    config: ServeConfig, folder: Path, text_folder: Path
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Of a GGUF file its own, unless --chat-template replaces the latter."""
+    if not is_gguf(text_folder):
+        template = ChatTemplate.from_folder(text_folder, config.chat_template)
+        return Tokenizer.from_folder(text_folder, is_lent=text_folder != folder), template
+    file = GgufFile.read(text_folder)
+    if config.chat_template is not None:
+        return tokenizer_of(file), ChatTemplate.from_folder(text_folder, config.chat_template)
+    return tokenizer_of(file), template_of(file)
+
+
 def _architectures(folder: Path) -> tuple[str, ...]:
+    if is_gguf(folder):
+        return ("LlamaForCausalLM",)
     path = folder / "config.json"
     return tuple(read_json_object(path).get("architectures", ())) if path.is_file() else ()
 

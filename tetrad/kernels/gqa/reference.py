@@ -16,7 +16,8 @@ def run(queries: Tensor, pool: Tensor, ragged: Ragged, scale: float) -> Tensor:
     flat = pool.view(-1, 2, num_groups, width)
     out = torch.zeros_like(queries)
     for block in ragged.blocks:
-        q = block.gather(queries).float().unflatten(2, (num_groups, num_heads // num_groups))
+        q = block.gather(queries).float()
+        q = q.view(*q.shape[:2], num_groups, num_heads // num_groups, width)
         keys, values = flat[block.slots].float().unbind(2)
         scores = torch.einsum("bqghw,bmgw->bqghm", q, keys) * scale
         scores = scores.masked_fill_(block.hidden[:, :, None, None], -torch.inf)

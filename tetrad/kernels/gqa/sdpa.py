@@ -38,8 +38,8 @@ def _attend(queries: Tensor, pool: Tensor, block: Block, scale: float) -> Tensor
     attended = functional.scaled_dot_product_attention(
         side_by_side, keys, values, block.mask(shared), scale=scale
     )
-    attended = attended.unflatten(2, (shared, num_rows)).permute(0, 3, 1, 2, 4)
-    return attended.flatten(2, 3)
+    apart = attended.view(num_runs, num_groups, shared, num_rows, width)
+    return apart.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 BACKEND = Backend("sdpa", run)

@@ -9,7 +9,7 @@ CONTRACT = Contract(
     summary="x @ weight^T, accumulated in fp32, rounded once",
     arguments=(
         Argument("x", "[T, in]", "activation", "rows"),
-        Argument("weight", "[out, in]", "weight", "one matrix, bf16 / FP8 / NVFP4 / integers as stored"),
+        Argument("weight", "[out, in]", "weight", "one matrix, in any format as stored"),
     ),
     results=(Argument("y", "[T, out]", "activation", "x @ weight^T"),),
     cases=(

@@ -22,8 +22,8 @@ MOST_ROWS = {4: 24, 8: 6}
 """Bits of a weight → rows of x up to which its kernel is faster than a product in bf16; measured on
 a Zen 4 with two cores."""
 MULTIPLE = 32
-"""Of rows for the four-bit kernel and of columns for the eight-bit one; with others the latter reads
-beyond its end."""
+"""Of rows for the four-bit kernel and of columns for the eight-bit one, which reads beyond its end
+with others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +77,12 @@ def run(x: Tensor, weight: Weight | IntegerLinear) -> Tensor:
     if len(x) > MOST_ROWS[weight.bits]:
         return functional.linear(x, weight.dense)
     rows = x.contiguous()
+    y: Tensor
     if weight.bits == 8:
-        return torch.ops.aten._weight_int8pack_mm(rows, weight.codes, weight.scales)
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        rows, weight.codes, INT4_BLOCK, weight.scales
-    )
+        y = torch.ops.aten._weight_int8pack_mm(rows, weight.codes, weight.scales)
+        return y
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.codes, INT4_BLOCK, weight.scales)
+    return y
 
 
 def _packed(weight: Int4Weight) -> IntegerLinear:
