@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tetrad.formats.weights import DenseWeight, Int4Weight, Int8Weight, Nvfp4Weight, Weight
+from tetrad.formats.weights import (
+    DenseWeight,
+    Int4Weight,
+    Int8BlockWeight,
+    Int8Weight,
+    Nvfp4Weight,
+    Weight,
+)
 from tetrad.kernels.contract import Case
 from tetrad.kernels.draw import Draw
 from tetrad.kernels.linear.packed import PackedLinear, pack
@@ -48,7 +55,7 @@ def draw_linear(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     draw = Draw.of(Case(f"seed {seed}", {}, is_large), dtype, device)
     weight = draw.weight(format_name, out, width)
-    assert not isinstance(weight, DenseWeight | Int4Weight | Int8Weight)
+    assert not isinstance(weight, DenseWeight | Int4Weight | Int8Weight | Int8BlockWeight)
     return Drawn(draw.normal(num_tokens, width), weight, pack(weight))
 
 

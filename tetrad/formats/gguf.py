@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under the names and in the order that a model here asks for.
 
-Four-bit integers stay as stored; ggml's other types are decoded by the `gguf` package. Rows of
-query and key projections are put back into the order they were trained in: ggml rotates neighbours,
-so whoever wrote the file moved rows (i, i + W/2) of each head next to one another.
+Integers in blocks of one scale stay as stored; ggml's other types are decoded by the `gguf`
+package. Rows of query and key projections are put back into the order they were trained in: ggml
+rotates neighbours, so whoever wrote the file moved rows (i, i + W/2) of each head together.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GgufWeights:
         """A linear's weight [out, in]."""
         stored = self._stored(module, shape)
         rows = self._in_order(self._rows(stored), module)
-        if stored.type_name in integers.GGML_INT4 and self._device == "cpu":
+        if stored.type_name in integers.GGML_INTEGERS and self._device == "cpu":
             return integers.from_ggml(rows, stored.type_name)
         return DenseWeight(_decoded(rows, stored).to(self._device))
 

@@ -20,6 +20,10 @@ _QUANTIZE: Mapping[str, Callable[[Tensor], Weight]] = {
 }
 
 
+_LOGITS = ("lm_head", "model.embed_tokens")
+"""Of a tied model the embedding."""
+
+
 class _Stored(Protocol):
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
 
@@ -41,7 +45,10 @@ class RequantizedWeights:
         return self.inner.tensor(name, shape)
 
     def linear(self, module: str, shape: tuple[int, int]) -> Weight:
-        """Decoded, and quantised again. Raises ConfigError for a width that NVFP4 cannot have."""
+        """Decoded, and quantised again, but a matrix of logits into nothing smaller than int8.
+        Raises ConfigError for a width that NVFP4 cannot have."""
+        if module in _LOGITS and self.scheme != "int8":
+            return self.inner.linear(module, shape)
         if self.scheme == "nvfp4" and shape[1] % NVFP4_BLOCK:
             raise ConfigError(
                 f"--quantization nvfp4: '{module}' has {shape[1]} columns, no multiple of "

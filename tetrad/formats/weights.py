@@ -19,7 +19,7 @@ NVFP4_BLOCK = 16
 """Values along `in` that share one NVFP4 block scale."""
 FP8_BLOCK = 128
 """Rows and columns that share one FP8 block scale."""
-INT4_BLOCK = 32
+INT_BLOCK = 32
 """Values along `in` that share a scale and a minimum."""
 E4M3_MAX = 448.0
 """The largest e4m3 number."""
@@ -201,7 +201,7 @@ class Int4Weight(_Stored):
 
     def __post_init__(self) -> None:
         assert self.codes.dtype == torch.uint8, self.codes.dtype
-        blocks = (*self.shape[:-1], self.shape[-1] // INT4_BLOCK)
+        blocks = (*self.shape[:-1], self.shape[-1] // INT_BLOCK)
         for part in (self.scales, self.minimums):
             assert part.dtype == torch.float32, part.dtype
             assert part.shape == blocks, (part.shape, blocks)
@@ -217,7 +217,7 @@ class Int4Weight(_Stored):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """code * scale + minimum."""
-        blocks = self.unpacked().float().view(*self.scales.shape, INT4_BLOCK)
+        blocks = self.unpacked().float().view(*self.scales.shape, INT_BLOCK)
         values = blocks * self.scales[..., None] + self.minimums[..., None]
         return values.view(self.shape).to(dtype)
 
@@ -248,8 +248,42 @@ class Int8Weight(_Stored):
         return (self.data.float() * self.scale[..., None]).to(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Int8BlockWeight(_Stored):
+    """Eight-bit integers in blocks of 32 along `in`: value = data * scale. ggml's Q8_0."""
+
+    data: Tensor
+    """int8 [..., out, in]"""
+    scales: Tensor
+    """float32 [..., out, in / 32]"""
+
+    format_name: ClassVar[str] = "int8_block"
+
+    def __post_init__(self) -> None:
+        assert self.data.dtype == torch.int8, self.data.dtype
+        assert self.scales.dtype == torch.float32, self.scales.dtype
+        blocks = (*self.data.shape[:-1], self.data.shape[-1] // INT_BLOCK)
+        assert self.scales.shape == blocks, (self.scales.shape, blocks)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., out, in]"""
+        return self.data.shape
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """data times its block's scale."""
+        blocks = self.data.float().view(*self.scales.shape, INT_BLOCK)
+        return (blocks * self.scales[..., None]).view(self.shape).to(dtype)
+
+
 Weight: TypeAlias = (
-    DenseWeight | Fp8TensorWeight | Fp8BlockWeight | Nvfp4Weight | Int4Weight | Int8Weight
+    DenseWeight
+    | Fp8TensorWeight
+    | Fp8BlockWeight
+    | Nvfp4Weight
+    | Int4Weight
+    | Int8Weight
+    | Int8BlockWeight
 )
 
 
@@ -257,7 +291,7 @@ def joined(weights: Sequence[Weight]) -> Weight | None:
     """Matrices [out, in] as one above the other; None where their format does not allow it
     without decoding: other formats side by side, or scales that rows of several matrices share."""
     kinds = {type(weight) for weight in weights}
-    if len(kinds) > 1 or not kinds <= {DenseWeight, Int4Weight, Int8Weight}:
+    if len(kinds) > 1 or not kinds <= {DenseWeight, Int4Weight, Int8Weight, Int8BlockWeight}:
         return None
     parts = [weight.tensors() for weight in weights]
     if any(len({part[name].dtype for part in parts}) > 1 for name in parts[0]):

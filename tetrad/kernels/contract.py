@@ -19,6 +19,7 @@ BITS_PER_WEIGHT: Mapping[str, float] = {
     "nvfp4": 4.5,
     "int4": 6.0,
     "int8": 8.0,
+    "int8_block": 9.0,
 }
 """Bits a weight takes in memory, block scales included, by `format_name` of the stored weight."""
 

@@ -76,6 +76,8 @@ class Draw:
             stored = fp8.quantize_block(matrix)
         elif format_name == "int4":
             stored = integers.quantize_int4(matrix)
+        elif format_name == "int8_block":
+            stored = integers.quantize_int8_block(matrix)
         elif format_name == "int8":
             stored = integers.quantize_int8(matrix)
         else:

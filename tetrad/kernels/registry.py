@@ -19,6 +19,7 @@ from tetrad.kernels.activation import reference as activation_torch
 from tetrad.kernels.activation import triton as activation_triton
 from tetrad.kernels.add_rms_norm import check as add_rms_norm_check
 from tetrad.kernels.add_rms_norm import contract as add_rms_norm
+from tetrad.kernels.add_rms_norm import layer_norm as add_rms_norm_layer_norm
 from tetrad.kernels.add_rms_norm import reference as add_rms_norm_torch
 from tetrad.kernels.add_rms_norm import triton as add_rms_norm_triton
 from tetrad.kernels.backend import Backend, Op
@@ -77,6 +78,7 @@ from tetrad.kernels.reduce_experts import reference as reduce_experts_torch
 from tetrad.kernels.reduce_experts import triton as reduce_experts_triton
 from tetrad.kernels.rms_norm import check as rms_norm_check
 from tetrad.kernels.rms_norm import contract as rms_norm
+from tetrad.kernels.rms_norm import layer_norm as rms_norm_layer_norm
 from tetrad.kernels.rms_norm import reference as rms_norm_torch
 from tetrad.kernels.rms_norm import triton as rms_norm_triton
 from tetrad.kernels.rope import check as rope_check
@@ -114,8 +116,14 @@ def _op(contract: ModuleType, check: ModuleType, *backends: ModuleType) -> Op:
 OPS: Mapping[str, Op] = {
     op.contract.name: op
     for op in (
-        _op(rms_norm, rms_norm_check, rms_norm_triton, rms_norm_torch),
-        _op(add_rms_norm, add_rms_norm_check, add_rms_norm_triton, add_rms_norm_torch),
+        _op(rms_norm, rms_norm_check, rms_norm_triton, rms_norm_layer_norm, rms_norm_torch),
+        _op(
+            add_rms_norm,
+            add_rms_norm_check,
+            add_rms_norm_triton,
+            add_rms_norm_layer_norm,
+            add_rms_norm_torch,
+        ),
         _op(latents, latents_check, latents_triton, latents_torch),
         _op(rope, rope_check, rope_triton, rope_torch),
         _op(

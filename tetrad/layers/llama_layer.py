@@ -54,10 +54,11 @@ class LlamaHead:
     def __init__(self, arch: LlamaArch, source: WeightSource, table: Tensor) -> None:
         self.norm = RmsNorm(source.at("model"), "norm", arch.hidden, arch.norm_eps)
         self.op = source.ops.linear
-        if arch.is_tied:
-            self.weight = self.op.prepare(DenseWeight(table), source.dtype)
-        else:
-            self.weight = source.linear("lm_head", arch.vocab, arch.hidden)
+        name = "model.embed_tokens" if arch.is_tied else "lm_head"
+        stored = source.stored(name, arch.vocab, arch.hidden)
+        if arch.is_tied and isinstance(stored, DenseWeight):
+            stored = DenseWeight(table)  # not a second time in memory
+        self.weight = source.prepared([stored], self.op)
 
     def __call__(self, hidden: Tensor, logit_rows: Tensor) -> Tensor:
         """[T, D] to fp32 logits [R, V]."""

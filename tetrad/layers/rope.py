@@ -35,6 +35,16 @@ class Rope:
         return Rotation(angles.cos() * self.scale, angles.sin() * self.scale)
 
 
+class HalfRope(Rope):
+    """Of whole heads whose pairs are (i, i + W/2): cos and sin of each number's pair, fp32 [T, W],
+    sin negative for the first of a pair."""
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """[T] int64 to cos and sin."""
+        cos, sin = super().__call__(positions)
+        return Rotation(torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1))
+
+
 def inverse_frequencies(arch: RopeArch) -> Tensor:
     """fp32 [R/2]: theta^(-2i/R), bent by yarn when the model asks for it."""
     exponents = torch.arange(0, arch.dim, 2, dtype=torch.float32) / arch.dim

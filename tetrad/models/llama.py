@@ -12,7 +12,7 @@ from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.embedding import Embedding
 from tetrad.layers.llama_layer import LlamaHead, LlamaLayer
-from tetrad.layers.rope import Rope
+from tetrad.layers.rope import HalfRope
 from tetrad.layers.source import WeightSource
 from tetrad.models.base import Model
 
@@ -31,7 +31,7 @@ class Llama(Model):
         self.layers = [
             LlamaLayer(arch, layer, inner.at(f"layers.{layer}")) for layer in range(arch.num_layers)
         ]
-        self.rope = Rope(arch.rope, self.embed.table.device)
+        self.rope = HalfRope(arch.rope, self.embed.table.device)
         self.output = LlamaHead(arch, source, self.embed.table)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:

@@ -26,6 +26,8 @@ CONTRACT = Contract(
         case("int8", T=3, out=96, width=128, format="int8"),
         case("int8 odd sizes", T=2, out=37, width=51, format="int8"),
         case("int8 many tokens", T=33, out=64, width=96, format="int8"),
+        case("int8 blocks", T=3, out=96, width=128, format="int8_block"),
+        case("int8 blocks many tokens", T=33, out=64, width=96, format="int8_block"),
         case("dense", T=3, out=48, width=64, format="bf16"),
         case("dense odd sizes", T=5, out=37, width=51, format="bf16"),
     ),

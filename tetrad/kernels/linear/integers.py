@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from tetrad.core.hardware import DeviceSnapshot
-from tetrad.formats.weights import INT4_BLOCK, Int4Weight, Int8Weight, Weight
+from tetrad.formats.weights import INT_BLOCK, Int4Weight, Int8BlockWeight, Int8Weight, Weight
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.linear import reference
 
-MOST_ROWS = {4: 24, 8: 6}
-"""Bits of a weight → rows of x up to which its kernel is faster than a product in bf16; measured on
-a Zen 4 with two cores."""
+MOST_ROWS = {"int4": 24, "int8": 6, "int8_block": 4}
+"""Format → rows of x up to which its kernel is faster than a product in bf16; measured on a Zen 4
+with two cores."""
 MULTIPLE = 32
 """Of rows for the four-bit kernel and of columns for the eight-bit one, which reads beyond its end
 with others."""
@@ -30,13 +30,13 @@ with others."""
 class IntegerLinear:
     """An integer matrix as torch's kernels take it, and decoded."""
 
-    codes: Tensor
-    """uint8 in the kernel's order, or int8 [out, in]."""
-    scales: Tensor
-    """bf16 [in / 32, out, 2], factor and offset of code - 8; or bf16 [out]."""
+    parts: tuple[tuple[Tensor, Tensor], ...]
+    """Codes and scales of each product that is summed: uint8 in the four-bit kernel's order with
+    bf16 [in / 32, out, 2], factor and offset of code - 8; or int8 [out, in] with bf16 [out]."""
     dense: Tensor
     """bf16 [out, in]."""
-    bits: int
+    format_name: str
+    """Of what was stored."""
 
     @property
     def shape(self) -> torch.Size:
@@ -46,7 +46,7 @@ class IntegerLinear:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return self.codes.nbytes + self.scales.nbytes + self.dense.nbytes
+        return self.dense.nbytes + sum(part.nbytes for pair in self.parts for part in pair)
 
 
 def why_not(device: DeviceSnapshot) -> str | None:
@@ -61,36 +61,52 @@ def why_not(device: DeviceSnapshot) -> str | None:
 def prepare(weight: Weight, dtype: torch.dtype) -> Weight | IntegerLinear:
     """Integers beside bf16 activations; anything else as the reference takes it, which is what the
     kernels are slower than in fp32."""
-    is_bf16 = dtype == torch.bfloat16 and weight.device.type == "cpu"
-    if is_bf16 and isinstance(weight, Int4Weight) and weight.shape[0] % MULTIPLE == 0:
-        return _packed(weight)
-    if is_bf16 and isinstance(weight, Int8Weight) and weight.shape[1] % MULTIPLE == 0:
-        scales = weight.scale.to(dtype)
-        return IntegerLinear(weight.data, scales, weight.dequantize(dtype), 8)
-    return reference.prepare(weight, dtype)
+    if dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return reference.prepare(weight, dtype)
+    parts: tuple[tuple[Tensor, Tensor], ...] = ()
+    if isinstance(weight, Int8Weight) and weight.shape[1] % MULTIPLE == 0:
+        parts = ((weight.data, weight.scale.to(dtype)),)
+    elif weight.shape[0] % MULTIPLE == 0 and isinstance(weight, Int4Weight):
+        parts = (_packed(weight.unpacked(), weight.scales, weight.minimums),)
+    elif weight.shape[0] % MULTIPLE == 0 and isinstance(weight, Int8BlockWeight):
+        parts = _nibbles(weight)
+    if not parts:
+        return reference.prepare(weight, dtype)
+    return IntegerLinear(parts, weight.dequantize(dtype), weight.format_name)
 
 
 def run(x: Tensor, weight: Weight | IntegerLinear) -> Tensor:
-    """Sums in fp32, rounded once."""
+    """Sums in fp32, rounded once; of an Int8BlockWeight each of two products is rounded."""
     if not isinstance(weight, IntegerLinear):
         return reference.run(x, weight)
-    if len(x) > MOST_ROWS[weight.bits]:
+    if len(x) > MOST_ROWS[weight.format_name]:
         return functional.linear(x, weight.dense)
-    rows = x.contiguous()
-    y: Tensor
-    if weight.bits == 8:
-        y = torch.ops.aten._weight_int8pack_mm(rows, weight.codes, weight.scales)
-        return y
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.codes, INT4_BLOCK, weight.scales)
+    rows, y = x.contiguous(), None
+    for codes, scales in weight.parts:
+        if codes.dtype == torch.int8:
+            product = torch.ops.aten._weight_int8pack_mm(rows, codes, scales)
+        else:
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, codes, INT_BLOCK, scales)
+        y = product if y is None else y.add_(product)
+    assert y is not None
     return y
 
 
-def _packed(weight: Int4Weight) -> IntegerLinear:
-    """The kernel multiplies code - 8."""
-    codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.unpacked().int(), 1)
-    both = torch.stack([weight.scales, weight.minimums + 8 * weight.scales], dim=-1)
-    scales = both.transpose(0, 1).to(torch.bfloat16).contiguous()
-    return IntegerLinear(codes, scales, weight.dequantize(torch.bfloat16), 4)
+def _packed(codes: Tensor, scales: Tensor, minimums: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [out, in] of value code * scale + minimum; the kernel multiplies code - 8."""
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    both = torch.stack([scales, minimums + 8 * scales], dim=-1).transpose(0, 1)
+    return packed, both.to(torch.bfloat16).contiguous()
+
+
+def _nibbles(weight: Int8BlockWeight) -> tuple[tuple[Tensor, Tensor], ...]:
+    """value = (16 high + low) scale, with high from -8 to 7 and low from 0 to 15."""
+    low, high = weight.data & 15, (weight.data >> 4) + 8
+    zero = torch.zeros_like(weight.scales)
+    return (
+        _packed(high, 16 * weight.scales, -128 * weight.scales),
+        _packed(low, weight.scales, zero),
+    )
 
 
 BACKEND = Backend("integers", run, why_not, prepare)

@@ -20,7 +20,13 @@ import logging
 import torch
 from torch import Tensor
 
-from tetrad.formats.weights import DenseWeight, Int4Weight, Int8Weight, Weight
+from tetrad.formats.weights import (
+    DenseWeight,
+    Int4Weight,
+    Int8BlockWeight,
+    Int8Weight,
+    Weight,
+)
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.decode import HAS_BF16_MUL, decode_fp8_ptx, decode_ptx
 from tetrad.kernels.experts.grouping import cores_of
@@ -82,7 +88,7 @@ def split_product(
 def prepare(weight: Weight, dtype: torch.dtype) -> Prepared:
     """Pack a quantised weight, but decode integers; leave a dense one as it is. Other activations
     than bf16 stay with plain torch."""
-    if isinstance(weight, DenseWeight | Int4Weight | Int8Weight):
+    if isinstance(weight, DenseWeight | Int4Weight | Int8Weight | Int8BlockWeight):
         if dtype != torch.bfloat16:
             return reference.prepare(weight, dtype)
         return DenseLinear.of(weight.dequantize(dtype))

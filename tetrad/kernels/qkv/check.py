@@ -21,8 +21,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
     angles = draw.normal(tokens, width // 2, dtype=torch.float32, std=3.0)
     return {
         "joined": draw.normal(tokens, (case["H"] + 2 * case["G"]) * width),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
+        "cos": angles.cos().repeat(1, 2),
+        "sin": torch.cat([-angles.sin(), angles.sin()], dim=1),
         "slots": draw.permutation(case["P"] * PAGE_TOKENS)[:tokens],
         "pool": draw.normal(case["P"], PAGE_TOKENS, 2 * case["G"] * width),
     }
@@ -30,11 +30,12 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
 
 def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Head by head."""
-    width = 2 * inputs["cos"].shape[1]
+    width = inputs["cos"].shape[1]
+    half = {name: inputs[name][:, width // 2 :] for name in ("cos", "sin")}
     pool = inputs["pool"].cpu().double()
     num_shared = pool.shape[-1] // (2 * width)
     heads = inputs["joined"].cpu().unflatten(1, (-1, width))
-    (turned,) = rope.expected({**inputs, "x": heads, "interleaved": False})
+    (turned,) = rope.expected({**half, "x": heads, "interleaved": False})
     num_heads = heads.shape[1] - 2 * num_shared
     for row, slot in enumerate(inputs["slots"].tolist()):
         written = pool[slot // PAGE_TOKENS, slot % PAGE_TOKENS].view(2, num_shared, width)

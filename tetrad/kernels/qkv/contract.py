@@ -12,8 +12,8 @@ CONTRACT = Contract(
         Argument(
             "joined", "[T, (H + 2 G) W]", "activation", "queries, keys and values of all heads"
         ),
-        Argument("cos", "[T, W/2]", "float32", "cosine of each pair's angle"),
-        Argument("sin", "[T, W/2]", "float32", "sine of each pair's angle"),
+        Argument("cos", "[T, W]", "float32", "cosine of the angle of each number's pair"),
+        Argument("sin", "[T, W]", "float32", "sine of it, negative for the first of a pair"),
         Argument("slots", "[T]", "int64", "page * PAGE_TOKENS + offset, no two alike"),
         Argument("pool", "[P, PAGE_TOKENS, 2 G W]", "activation", "keys, then values; written to"),
     ),

@@ -11,17 +11,16 @@ from tetrad.kernels.backend import Backend
 def run(
     joined: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(a, b) becomes (a cos - b sin, b cos + a sin): both halves times cos, plus the other half
-    times ±sin."""
-    num_pairs = cos.shape[1]
-    heads = joined.view(len(joined), -1, 2, num_pairs)
-    num_shared = pool.shape[-1] // (4 * num_pairs)
-    turned = heads[:, :-num_shared].float()
-    signed = torch.stack([-sin, sin], dim=1)
-    turned = torch.addcmul(turned * cos[:, None, None], turned.flip(2), signed[:, None])
-    turned = turned.to(joined.dtype).flatten(2)
+    """Each half times cos, plus the other half times sin with its sign."""
+    width = cos.shape[1]
+    heads = joined.view(len(joined), -1, width)
+    num_shared = pool.shape[-1] // (2 * width)
+    straight = heads[:, :-num_shared]
+    halves = straight.view(*straight.shape[:2], 2, width // 2)
+    swapped = halves.flip(2).flatten(2).float()
+    turned = (straight * cos.unsqueeze(1)).addcmul_(swapped, sin.unsqueeze(1)).to(joined.dtype)
     num_heads = turned.shape[1] - num_shared
-    rows = torch.cat([turned[:, num_heads:].flatten(1), heads[:, -num_shared:].flatten(1)], dim=1)
+    rows = torch.cat([turned[:, num_heads:], heads[:, -num_shared:]], dim=1).flatten(1)
     pool.view(-1, pool.shape[-1]).index_copy_(0, slots, rows)
     return turned[:, :num_heads], pool
 
