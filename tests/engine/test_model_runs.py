@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.engine.fakes import NoForecast, make_request
 from tests.factories import tiny_glm_folder
+from tests.llama import tiny_llama_folder
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError, ConfigError, UnsupportedError
 from tetrad.core.messages import EngineProgress
@@ -24,14 +25,15 @@ from tetrad.layers.cache import KvCache
 PROMPT = [(7 * i * i + 3) % 126 + 2 for i in range(150)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_glm_folder(tmp_path_factory.mktemp("tiny"))
+@pytest.fixture(scope="module", params=[tiny_glm_folder, tiny_llama_folder], ids=["glm", "llama"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make: Callable[[Path], Path] = request.param
+    return make(tmp_path_factory.mktemp("tiny"))
 
 
 def load(folder: Path, **flags: object) -> Engine:
     """An engine whose every cache slot is NaN until it is written."""
-    where = {"device": "cpu"} | flags
+    where = {"device": "cpu", "dtype": "float32"} | flags
     engine = load_engine(ServeConfig(model=folder, **where))  # type: ignore[arg-type]
     kv_cache(engine).poison()
     return engine

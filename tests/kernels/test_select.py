@@ -33,7 +33,8 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     ops = resolve_ops("cpu", {"experts": "torch", "mla": "auto"}, dtype)
     rows = {row["op"]: row for row in ops.report}
     assert list(rows) == [f.name for f in fields(OpSet) if f.name != "choices"]
-    fast = {"linear": "integers", "gqa": "sdpa"}
+    norms = dict.fromkeys(("rms_norm", "add_rms_norm"), "layer_norm")
+    fast = {"linear": "integers", "gqa": "sdpa", **norms}
     assert all(row["backend"] in ("torch", fast.get(op)) for op, row in rows.items())
     assert rows["experts"]["reason"] == "asked for"
     assert rows["mla"] == {
@@ -212,11 +213,11 @@ def test_the_canary_of_every_op_notices(op: Op, fault: str):
     def broken(**arguments: Any) -> Any:
         result = op.backends["torch"].run(**arguments)
         first = result[0] if isinstance(result, tuple) else result
-        flat = first.view(-1)
+        place = (0,) * first.dim()
         if first.is_floating_point():
-            flat[0] = torch.nan if fault == "nan" else 2 * flat[0] + 1
+            first[place] = torch.nan if fault == "nan" else 2 * first[place] + 1
         else:
-            flat[0] += 1
+            first[place] += 1
         return result
 
     backend = replace(op.backends["torch"], name="broken", run=broken)
