@@ -40,7 +40,7 @@ from tetrad.server.descriptors import allow_connections
 from tetrad.server.engine_port import StartedEngine
 from tetrad.server.http import HttpServer, check_tls
 from tetrad.server.logs import set_up_logging
-from tetrad.server.model import ServedModel
+from tetrad.server.model import ServedModel, model_name
 from tetrad.server.service import Service
 from tetrad.server.shelf import Shelf
 from tetrad.server.tally import Tally
@@ -87,7 +87,7 @@ def _resolve(config: ServeConfig) -> ServeConfig:
     if config.load_format == "auto" and not (folder.is_dir() or _is_gguf_file(folder)):
         raise ConfigError(_no_model(folder))
     is_packaged = str(config.model) in PACKAGED and folder != config.model
-    named = str(config.model) if is_packaged else _name(folder)
+    named = str(config.model) if is_packaged else model_name(folder)
     name = config.served_model_name or named
     return config.model_copy(
         update={
@@ -106,12 +106,6 @@ def _service(config: ServeConfig) -> Service:
     num_stored = config.max_stored_responses
     shelf = None if num_workers == 1 or not num_stored else Shelf.shared(num_stored)
     return Service(config, ServedModel.load(config), tally, shelf)
-
-
-def _name(model: Path) -> str:
-    """Of a folder, or of a file without its suffix."""
-    path = model.resolve()
-    return path.stem if is_gguf(path) else path.name
 
 
 def _is_gguf_file(model: Path) -> bool:

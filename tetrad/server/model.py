@@ -54,7 +54,7 @@ class ServedModel:
         tokenizer, template = _text(config, folder, text_folder)
         source = template.source if template is not None else ""
         return cls(
-            name=config.served_model_name or folder.resolve().name,
+            name=config.served_model_name or model_name(folder),
             folder=folder,
             text_folder=text_folder,
             arch=served_shapes(folder, config.load_format),
@@ -133,6 +133,12 @@ class ServedModel:
         markers: tuple[str, ...] = reasoning.MARKERS if self.splits_reasoning else ()
         markers += tools.MARKERS if self.reads_tool_calls else ()
         return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in markers}
+
+
+def model_name(model: Path) -> str:
+    """Of a folder, or of a file without its suffix."""
+    path = model.resolve()
+    return path.stem if is_gguf(path) else path.name
 
 
 def _text_folder(folder: Path, load_format: str) -> Path:
