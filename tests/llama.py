@@ -62,7 +62,8 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
     }
 
     def matrix(out: int, width: int, gain: float = 1.0) -> Tensor:
-        return torch.randn(out, width, generator=generator) * gain * width**-0.5
+        drawn = torch.randn(out, width, generator=generator)
+        return drawn * (gain * float(width) ** -0.5)
 
     def scale() -> Tensor:
         return 1.0 + torch.randn(hidden, generator=generator) * 0.1
@@ -82,7 +83,7 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return made
 
 
-def tiny_llama_folder(folder: Path, seed: int = 0, **overrides: Any) -> Path:
+def tiny_llama_folder(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """A checkpoint folder; `overrides` replace keys of TINY_LLAMA."""
     config = TINY_LLAMA | overrides
     folder.mkdir(parents=True, exist_ok=True)

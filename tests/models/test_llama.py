@@ -75,7 +75,7 @@ def truth(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS)
+@pytest.fixture(scope="module", params=list(VARIANTS.values()), ids=list(VARIANTS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Model]:
     folder = tiny_llama_folder(tmp_path_factory.mktemp("llama"), **request.param)
     weights = tensors(TINY_LLAMA | request.param)

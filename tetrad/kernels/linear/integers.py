@@ -81,8 +81,10 @@ def run(x: Tensor, weight: Weight | IntegerLinear) -> Tensor:
         return reference.run(x, weight)
     if len(x) > MOST_ROWS[weight.format_name]:
         return functional.linear(x, weight.dense)
-    rows, y = x.contiguous(), None
+    rows = x.contiguous()
+    y: Tensor | None = None
     for codes, scales in weight.parts:
+        product: Tensor
         if codes.dtype == torch.int8:
             product = torch.ops.aten._weight_int8pack_mm(rows, codes, scales)
         else:
