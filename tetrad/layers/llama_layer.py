@@ -10,14 +10,13 @@ from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.gqa import GqaAttention
 from tetrad.layers.linear import Linear, StackedLinears
-from tetrad.layers.norm import RmsNorm
+from tetrad.layers.norm import Hidden, RmsNorm, Sum
 from tetrad.layers.rope import Rotation
 from tetrad.layers.source import WeightSource
 
 
 class LlamaLayer:
-    """h += attention(norm(h)); h += mlp(norm(h)). The MLP's result stays apart from h until the
-    next norm adds it, so that every sum is part of a norm."""
+    """h += attention(norm(h)); h += mlp(norm(h)). The next norm adds."""
 
     def __init__(self, arch: LlamaArch, layer: int, source: WeightSource) -> None:
         self.attention_norm = RmsNorm(source, "input_layernorm", arch.hidden, arch.norm_eps)
@@ -30,22 +29,14 @@ class LlamaLayer:
         self.activation = source.ops.activation
 
     def __call__(
-        self,
-        hidden: Tensor,
-        addend: Tensor | None,
-        batch: ForwardBatch,
-        rotation: Rotation,
-        cache: KvCache,
-    ) -> tuple[Tensor, Tensor]:
-        """`hidden` and what is still to be added to it, both [T, D]; the same of the next layer."""
-        if addend is None:
-            normed = self.attention_norm(hidden)
-        else:
-            hidden, normed = self.attention_norm.of_sum(addend, hidden)
+        self, hidden: Hidden, batch: ForwardBatch, rotation: Rotation, cache: KvCache
+    ) -> Sum:
+        """[T, D] to [T, D]."""
+        before, normed = self.attention_norm.of(hidden)
         attended = self.attention(normed, batch, rotation, cache)
-        hidden, normed = self.mlp_norm.of_sum(attended, hidden)
+        after, normed = self.mlp_norm.of(Sum(attended, before))
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return hidden, self.down(self.activation(gate, up))
+        return Sum(self.down(self.activation(gate, up)), after)
 
 
 class LlamaHead:
@@ -60,7 +51,8 @@ class LlamaHead:
             stored = DenseWeight(table)  # not a second time in memory
         self.weight = source.prepared([stored], self.op)
 
-    def __call__(self, hidden: Tensor, logit_rows: Tensor) -> Tensor:
+    def __call__(self, hidden: Hidden, logit_rows: Tensor) -> Tensor:
         """[T, D] to fp32 logits [R, V]."""
-        logits: Tensor = self.op(self.norm(hidden[logit_rows]), self.weight)
+        _, normed = self.norm.of(hidden[logit_rows])
+        logits: Tensor = self.op(normed, self.weight)
         return logits.float()

@@ -5,13 +5,12 @@ Grouped-query attention over all keys and a gated MLP, in every layer.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from tetrad.core.llama_arch import LlamaArch
 from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 from tetrad.layers.embedding import Embedding
 from tetrad.layers.llama_layer import LlamaHead, LlamaLayer
+from tetrad.layers.norm import Hidden
 from tetrad.layers.rope import HalfRope
 from tetrad.layers.source import WeightSource
 from tetrad.models.base import Model
@@ -34,10 +33,10 @@ class Llama(Model):
         self.rope = HalfRope(arch.rope, self.embed.table.device)
         self.output = LlamaHead(arch, source, self.embed.table)
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Hidden:
         """[T, D]."""
-        hidden, addend = self.embed(batch.token_ids), None
+        hidden: Hidden = self.embed(batch.token_ids)
         rotation = self.rope(batch.positions)
         for layer in self.layers:
-            hidden, addend = layer(hidden, addend, batch, rotation, cache)
-        return hidden if addend is None else hidden + addend
+            hidden = layer(hidden, batch, rotation, cache)
+        return hidden

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tetrad.kernels.add_rms_norm.reference import add
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.rms_norm.layer_norm import run as rms_norm
 from tetrad.kernels.rms_norm.layer_norm import why_not
 
 
-def run(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def run(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One after the other."""
-    total = x + residual
+    total = add(x, residual, more)
     return total, rms_norm(total, weight, eps)
 
 

@@ -12,11 +12,15 @@ def run(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One after the other."""
-    if more is None:
-        total = x + residual
-    else:
-        total = (x.float() + (residual.float() + more.float())).to(x.dtype)
+    total = add(x, residual, more)
     return total, rms_norm(total, weight, eps)
+
+
+def add(x: Tensor, residual: Tensor, more: Tensor | None) -> Tensor:
+    """Rounded once."""
+    if more is None:
+        return x + residual
+    return (x.float() + (residual.float() + more.float())).to(x.dtype)
 
 
 BACKEND = Backend("torch", run)

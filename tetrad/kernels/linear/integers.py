@@ -2,7 +2,7 @@
 
 They decode in registers, so that a step of few tokens, which waits for memory, reads four or eight
 bits a weight instead of sixteen. A step of many tokens computes rather than waits, and matrix units
-want bf16: for these the decoded weight is held too (docs/decisions/014).
+want bf16: for these the decoded weight is held too (docs/decisions/015).
 """
 
 from __future__ import annotations
