@@ -62,8 +62,8 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
     }
 
     def matrix(out: int, width: int, gain: float = 1.0) -> Tensor:
-        drawn = torch.randn(out, width, generator=generator)
-        return drawn * (gain * float(width) ** -0.5)
+        std: float = gain * width**-0.5
+        return torch.randn(out, width, generator=generator) * std
 
     def scale() -> Tensor:
         return 1.0 + torch.randn(hidden, generator=generator) * 0.1
