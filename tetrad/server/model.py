@@ -51,13 +51,14 @@ class ServedModel:
         """Read the folder or file. Raises CheckpointError or ConfigError with a sentence."""
         folder = model_folder(config.model)
         text_folder = _text_folder(folder, config.load_format)
+        arch = served_shapes(folder, config.load_format)
         tokenizer, template = _text(config, folder, text_folder)
         source = template.source if template is not None else ""
         return cls(
             name=config.served_model_name or model_name(folder),
             folder=folder,
             text_folder=text_folder,
-            arch=served_shapes(folder, config.load_format),
+            arch=arch,
             tokenizer=tokenizer,
             template=template,
             defaults=SamplingDefaults.of(config.sampling_defaults, text_folder),
