@@ -28,8 +28,8 @@ import uvloop
 from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UnsupportedError
-from tetrad.core.hardware import has_nvidia_driver
 from tetrad.core.gguf import is_gguf
+from tetrad.core.hardware import has_nvidia_driver
 from tetrad.core.messages import EngineProgress
 from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.data import NAME, PACKAGED, model_folder
