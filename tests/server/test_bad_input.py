@@ -295,6 +295,9 @@ async def test_other_models_paths_and_methods(client: httpx.AsyncClient):
     response = await client.get(CHAT)
     assert "GET is not possible on '/v1/chat/completions'; POST is." in sentence(response, 405)
     assert response.headers["allow"] == "POST"
+    response = await client.delete(GENERATE)
+    assert "POST, PUT is." in sentence(response, 405)
+    assert response.headers["allow"] == "POST, PUT"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
 import tetrad
 from tetrad.core.errors import CapacityError, DeadlineError, RequestError, TetradError
@@ -106,7 +108,7 @@ def build_app(service: Service) -> FastAPI:
                 methods=[method],
                 name=f"{method} {route.path}",
                 summary=(route.handler.__doc__ or "").strip(),
-                openapi_extra=_body_schema(route.body),
+                openapi_extra=_told(route),
             )
     app.openapi = partial(_document, app)  # type: ignore[method-assign]
     app.add_exception_handler(TetradError, _Failures(service).of_tetrad)
@@ -137,11 +139,18 @@ def _add_layers(app: FastAPI, service: Service) -> None:
 _SCHEMAS = "#/components/schemas/"
 
 
-def _body_schema(body: type[Body] | None) -> dict[str, Any] | None:
-    if body is None:
-        return None
-    schema = {"$ref": _SCHEMAS + body.__name__}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def _told(route: Route) -> dict[str, Any]:
+    """What the OpenAPI document says of a route that reads its path and its body itself."""
+    told: dict[str, Any] = {}
+    if names := re.findall(r"{(\w+)", route.path):
+        told["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if route.body is not None:
+        content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body.__name__}}}
+        told["requestBody"] = {"required": True, "content": content}
+    return told
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
@@ -185,14 +194,25 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = path_of(request.scope)
     known = ", ".join(route.path for route in ROUTES if "{" not in route.path)
-    allowed = (error.headers or {}).get("Allow", "another method")
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = _allowed(request)
+    allowed = headers.get("Allow", "another method")
     missing = f"There is no {path[:200]!r} here; there are {known}."
     message = {
         404: ABSENT.get(path.removeprefix("/v1"), missing),
         405: f"{request.method} is not possible on {path[:200]!r}; {allowed} is.",
     }.get(error.status_code, str(error.detail))
-    headers = dict(error.headers or {})
     return error_response(message, error.status_code, headers=headers, path=path)
+
+
+def _allowed(request: Request) -> str:
+    """All methods of a path, which has a route for each."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods
+    return ", ".join(sorted(methods))
 
 
 async def _of_bug(request: Request, _error: Exception) -> Response:
