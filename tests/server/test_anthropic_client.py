@@ -104,3 +104,10 @@ async def test_errors_become_its_exceptions(sdk: anthropic.AsyncAnthropic, engin
     engine.kill("out of luck")
     with pytest.raises(anthropic.APIStatusError, match="out of luck"):
         await exhaust(stream)
+
+
+async def test_models(sdk: anthropic.AsyncAnthropic):
+    (model,) = [model async for model in sdk.models.list()]
+    assert model == await sdk.models.retrieve("abacus")
+    assert (model.id, model.display_name, model.type) == ("abacus", "abacus", "model")
+    assert model.created_at.year > 2000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -29,8 +30,10 @@ LEAST_SECRET = 6
 
 
 async def models(service: Service, _request: Request) -> Response:
-    """The one model, in OpenAI's list."""
-    return JSONResponse({"object": "list", "data": [_model_card(service)]})
+    """The one model, in a list that OpenAI's clients read, and Anthropic's."""
+    name = service.model.name
+    page = {"has_more": False, "first_id": name, "last_id": name}
+    return JSONResponse({"object": "list", "data": [_model_card(service)], **page})
 
 
 async def model(service: Service, request: Request) -> Response:
@@ -44,6 +47,9 @@ def _model_card(service: Service) -> dict[str, Any]:
         "id": service.model.name,
         "object": "model",
         "created": int(service.started_at),
+        "type": "model",
+        "display_name": service.model.name,
+        "created_at": datetime.fromtimestamp(int(service.started_at), UTC).isoformat(),
         "owned_by": "tetrad",
         "root": str(service.model.folder),
         "parent": None,
