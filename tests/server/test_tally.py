@@ -103,8 +103,8 @@ with tally.exclusive():
 """
 
 
-def test_a_lock_of_a_process_that_dies_is_free():
-    tally = Tally.shared(2)
+def holding(tally: Tally) -> subprocess.Popen[bytes]:
+    """A process that stays in the block."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tally.file)], cwd=ROOT, pass_fds=(tally.file,)
     )
@@ -112,6 +112,27 @@ def test_a_lock_of_a_process_that_dies_is_free():
     while tally.total(OPEN) == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return holder
+
+
+def test_a_process_that_hangs_with_the_lock_holds_nobody(monkeypatch: pytest.MonkeyPatch):
+    """For two seconds of its sixty, here, and not for ever."""
+    monkeypatch.setattr("tetrad.server.tally.PATIENCE_S", 2.0)
+    tally = Tally.shared(2)
+    holder = holding(tally)
+    begun = time.monotonic()
+    with tally.exclusive():
+        assert time.monotonic() - begun > 1.9, "two were in the block"
+        assert holder.poll() is None
+    holder.kill()
+    holder.wait()
+    os.close(tally.file)
+
+
+def test_a_lock_of_a_process_that_dies_is_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tetrad.server.tally.PATIENCE_S", 60.0)
+    tally = Tally.shared(2)
+    holder = holding(tally)
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {holder.pid}"])
     begun = time.monotonic()
     with tally.exclusive():

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from typing import Self
 
@@ -17,6 +18,8 @@ from tetrad.core.errors import UnsupportedError
 
 NUM_COLUMNS = 1024
 ROW_BYTES = NUM_COLUMNS * 8
+PATIENCE_S = 0.2
+RETRY_S = 0.0002
 
 OPEN, UNANSWERED, UNANSWERED_TOKENS, IS_SERVING, BEAT_AT, LOST_STARTS = range(6)
 """Columns of a process's state: engine requests in flight, those of them without a first token and
@@ -75,12 +78,24 @@ class Tally:
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """No other process is in such a block at the same time; a lock of a process that dies is
-        free. Keep it short: others wait."""
+        free. Keep it short: others wait, though not for one that hangs in its block: rather a
+        request too many than a server that hangs with it."""
         if self.file < 0:
             yield
             return
-        fcntl.lockf(self.file, fcntl.LOCK_EX)
+        until = time.monotonic() + PATIENCE_S
+        while not (is_locked := _lock(self.file)) and time.monotonic() < until:
+            time.sleep(RETRY_S)
         try:
             yield
         finally:
-            fcntl.lockf(self.file, fcntl.LOCK_UN)
+            if is_locked:
+                fcntl.lockf(self.file, fcntl.LOCK_UN)
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
