@@ -271,6 +271,18 @@ async def test_all_are_told_one_reason_whenever_they_came(client: EngineClient):
     assert "process was killed" in str(errors[0])
 
 
+async def test_a_crash_shows_where_it_was(capfd: pytest.CaptureFixture[str]):
+    """As a kernel's would, which raises nothing."""
+    client = await FakeEngineClient.start(ServeConfig())
+    task = asyncio.create_task(collect(client, make_request("a", [STUCK])))
+    await until(lambda: client.step_age_s > 0)
+    os.kill(pid(client), signal.SIGSEGV)
+    with pytest.raises(EngineDiedError, match=r"ended by signal 11 .*; its last output is above"):
+        await task
+    assert "in _obey" in capfd.readouterr().err
+    await client.stop()
+
+
 async def test_a_stuck_engine_tells_where_it_is(capfd: pytest.CaptureFixture[str]):
     client = await FakeEngineClient.start(ServeConfig())
     task = asyncio.create_task(collect(client, make_request("a", [STUCK])))

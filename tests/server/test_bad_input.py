@@ -175,6 +175,14 @@ async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, route: 
     sentence(await client.post(route, content=raw))
 
 
+async def test_of_a_key_that_comes_twice_the_last_counts(client: httpx.AsyncClient):
+    """As in most readers of JSON; nothing is judged by another value than is used."""
+    raw = b'{"prompt": ["3"], "n": %b, "n": %b}'
+    response = await client.post(COMPLETIONS, content=raw % (b"0", b"2"))
+    assert len(response.json()["choices"]) == 2
+    assert "n: " in sentence(await client.post(COMPLETIONS, content=raw % (b"2", b"0")))
+
+
 async def test_too_long_a_prompt_says_both_lengths(client: httpx.AsyncClient, engine: FakeEngine):
     for fields in ({}, {"stream": True}, {"max_tokens": 1}):
         response = await client.post(COMPLETIONS, json={"prompt": "3" * 300, **fields})

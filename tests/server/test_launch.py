@@ -118,14 +118,7 @@ def test_it_serves_although_nobody_reads_what_it_says():
     with subprocess.Popen([*command, "normal"], cwd=ROOT, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         process.stderr.close()
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_healthy(port, process)
         process.terminate()
         assert process.wait(60) == 0
 
@@ -249,6 +242,37 @@ def test_as_many_connections_as_the_system_allows():
     told = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True)
     allowed, hard = map(int, told.stdout.split())
     assert allowed == (min(hard, 2**20) if hard >= 0 else 2**20)
+
+
+def test_more_connections_than_the_system_allows_are_closed_at_once():
+    command = f"ulimit -n 100; exec {sys.executable} -m tests.server.serve_fake '{{}}' normal"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = command.replace("{}", json.dumps({"port": port}))
+    with subprocess.Popen(["bash", "-c", command], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_healthy(port, process)
+            held = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"http://127.0.0.1:{port}/health", timeout=0.5)
+            for each in held:
+                each.close()
+            wait_healthy(port, process)
+        finally:
+            process.terminate()
+        assert process.wait(60) == 0
+
+
+def wait_healthy(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                return
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_embedded_model_goes_by_its_name(tmp_path, monkeypatch):
