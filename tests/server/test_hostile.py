@@ -12,10 +12,14 @@ from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
 
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
 from tetrad.server import connections
+from tetrad.server.app import build_app
 from tetrad.server.connections import MAX_HEAD_BYTES, Connection
 from tetrad.server.service import Service
 from tetrad.server.weight import HELD
@@ -199,6 +203,28 @@ async def test_a_reader_that_never_reads(connect: Connect, engine: FakeEngine, m
     async with asyncio.timeout(60):
         await until(lambda: not engine.live)
     assert engine.aborted
+
+
+async def test_a_reader_that_is_slow_is_waited_for(monkeypatch):
+    """It takes enough three times, and then too little."""
+    shorten(monkeypatch, READER_S=0.02)
+    waiting = [200_000, 150_000, 150_000, 90_000, 90_000, 80_000, 80_000, 79_000]
+    closed = asyncio.Event()
+
+    class Transport(asyncio.Transport):
+        def get_write_buffer_size(self) -> int:
+            return waiting.pop(0)
+
+        def abort(self) -> None:
+            closed.set()
+
+    connection = Connection(uvicorn.Config(build_app), ServerState(), {})
+    connection.transport = Transport()
+    connection.flow = FlowControl(connection.transport)
+    connection.pause_writing()
+    async with asyncio.timeout(30):
+        await closed.wait()
+    assert waiting == []
 
 
 async def test_a_half_closed_socket_is_a_client_that_left(connect: Connect, engine: FakeEngine):

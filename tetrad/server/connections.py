@@ -33,7 +33,8 @@ REST_S = 5.0
 """What is still sent of a body after its answer is read for so long: a client whose bytes are
 refused by the system may not read the answer."""
 READER_S = 60.0
-"""In so long a reader must take something of a full buffer (64 KiB)."""
+READER_BYTES = 4096
+"""In so long a reader must take so much of what waits for it, or all."""
 RETRY_AFTER_S = 30
 
 
@@ -114,8 +115,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client does not read: it may, for a while."""
         super().pause_writing()
-        if self._writing is None:
-            self._writing = self.loop.call_later(READER_S, self.transport.abort)
+        self._wait_for_reader()
 
     def resume_writing(self) -> None:
         """It has read something."""
@@ -165,6 +165,16 @@ class Connection(HttpToolsProtocol):
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
+
+    def _wait_for_reader(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(READER_S, self._late_reader, waiting)
+
+    def _late_reader(self, waited: int) -> None:
+        if self.transport.get_write_buffer_size() > waited - READER_BYTES:
+            self.transport.abort()
+        else:
+            self._wait_for_reader()
 
     def _wait(self, most_s: float | None) -> None:
         """What the client sends next may take so long."""
