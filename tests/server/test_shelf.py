@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.house.source import ROOT
+from tetrad.core.errors import CapacityError
 from tetrad.server import shelf as shelf_module
 from tetrad.server.shelf import Shelf
 
@@ -112,6 +113,7 @@ def test_a_mark_says_that_it_is_not_wanted():
 
 OTHER = """
 import sys
+from tetrad.core.errors import CapacityError
 from tetrad.server.shelf import Shelf
 shelf = Shelf(4, 1000, file=int(sys.argv[1]))
 assert shelf.get(sys.argv[2]) == b"ours"
@@ -131,3 +133,24 @@ def test_another_process_sees_the_same():
     )
     assert shelf.get(theirs) == b"theirs"
     os.close(shelf.file)
+
+
+HANG = """
+import fcntl, sys, time
+fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_hangs_with_the_lock_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tetrad.server.shelf.PATIENCE_S", 0.1)
+    shelf = Shelf.shared(4, 1000)
+    command = [sys.executable, "-c", HANG, str(shelf.file)]
+    with subprocess.Popen(command, pass_fds=(shelf.file,), stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(CapacityError, match="try again later"):
+            shelf.get("0" * 32)
+        holder.kill()
+    assert shelf.get("0" * 32) is None

@@ -17,12 +17,15 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
-from tetrad.core.errors import UnsupportedError
+from tetrad.core.errors import CapacityError, UnsupportedError
+from tetrad.server.tally import lock_within
 
 MAX_BYTES = 64 << 20
 """Of all values together."""
 MAX_VALUE_BYTES = 8 << 20
 LIFETIME_S = 3600.0
+PATIENCE_S = 2.0
+"""With a process that hangs while it has the lock: it is soon ended."""
 
 _HEADER = struct.Struct("=QQQ")
 """Number of the next slot, of the oldest one, and where the next bytes go; all only grow."""
@@ -167,11 +170,13 @@ class Shelf:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """A lock of a process that dies is free."""
+        """A lock of a process that dies is free; one that hangs is not waited for. Raises
+        CapacityError."""
         if self.file < 0:
             yield
             return
-        fcntl.lockf(self.file, fcntl.LOCK_EX)
+        if not lock_within(self.file, PATIENCE_S):
+            raise CapacityError("Another API process holds what is kept; try again later.")
         try:
             yield
         finally:

@@ -83,9 +83,7 @@ class Tally:
         if self.file < 0:
             yield
             return
-        until = time.monotonic() + PATIENCE_S
-        while not (is_locked := _lock(self.file)) and time.monotonic() < until:
-            time.sleep(RETRY_S)
+        is_locked = lock_within(self.file, PATIENCE_S)
         try:
             yield
         finally:
@@ -93,9 +91,15 @@ class Tally:
                 fcntl.lockf(self.file, fcntl.LOCK_UN)
 
 
-def _lock(file: int) -> bool:
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def lock_within(file: int, patience_s: float) -> bool:
+    """Take the lock of a file that processes share; False if another has it for so long."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(RETRY_S)
+        else:
+            return True
