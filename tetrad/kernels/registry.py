@@ -98,6 +98,7 @@ from tetrad.kernels.router import contract as router
 from tetrad.kernels.router import cublas as router_cublas
 from tetrad.kernels.router import reference as router_torch
 from tetrad.kernels.router import triton as router_triton
+from tetrad.kernels.sample import candidates as sample_candidates
 from tetrad.kernels.sample import check as sample_check
 from tetrad.kernels.sample import contract as sample
 from tetrad.kernels.sample import reference as sample_torch
@@ -159,6 +160,6 @@ OPS: Mapping[str, Op] = {
         _op(qkv, qkv_check, qkv_torch),
         _op(gqa, gqa_check, gqa_sdpa, gqa_torch),
         _op(finite_rows, finite_rows_check, finite_rows_triton, finite_rows_torch),
-        _op(sample, sample_check, sample_triton, sample_torch),
+        _op(sample, sample_check, sample_triton, sample_candidates, sample_torch),
     )
 }
