@@ -199,7 +199,7 @@ def test_what_was_resolved_is_shown(folder: Path):
         ({"tp": 2}, UnsupportedError, "--tp 2"),
         ({"model": None}, ConfigError, "No model folder"),
         ({"model": Path("/nonexistent")}, CheckpointError, "holds no config.json"),
-        ({"attention_backend": "torhc"}, UnsupportedError, "Did you mean 'torch'"),
+        ({"attention_backend": "gluon"}, UnsupportedError, "--attention-backend gluon: "),
         ({"context_length": 9999}, ConfigError, "--context-length 9999"),
         ({"mem_fraction_static": 1e-7}, ConfigError, "--mem-fraction-static 1e-07"),
     ],

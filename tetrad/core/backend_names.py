@@ -12,7 +12,8 @@ EXPERTS = (
     *("gluon", "triton", "humming", "flashinfer_trtllm", "flashinfer_cutedsl"),
     *("flashinfer_cutlass", "triton_fp4", "torch"),
 )
-ATTENTION = ("gluon", "triton", "flashinfer_sparse_mla", "torch")
+ATTENTION = ("gluon", "triton", "flashinfer_sparse_mla", "sdpa", "torch")
+"""Of latents, or of grouped queries."""
 
 
 def checked_backend(name: str, known: Sequence[str]) -> str:

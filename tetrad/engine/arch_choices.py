@@ -6,9 +6,10 @@ import torch
 
 from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import ConfigError
+from tetrad.core.errors import ConfigError, UnsupportedError
 from tetrad.core.keys import FP8, KeyFormat, key_format
 from tetrad.core.llama_arch import LlamaArch
+from tetrad.kernels.registry import OPS
 from tetrad.kernels.select import FLAG_OPS, OpSet, backend_names
 
 
@@ -49,7 +50,13 @@ def forced_backends(config: ServeConfig, arch: Arch) -> dict[str, str]:
                 f"--{given.replace('_', '-')}: {arch.model_type} has one backend of attention for "
                 "all steps; --attention-backend names it."
             )
-        return {"gqa": config.attention_backend}
+        backends = OPS["gqa"].backends
+        if (chosen := config.attention_backend) not in ("auto", *backends):
+            raise UnsupportedError(
+                f"--attention-backend {chosen}: {arch.model_type} has no such backend; it has "
+                f"{', '.join(backends)}, or auto to let Tetrad choose."
+            )
+        return {"gqa": chosen}
     wanted = {
         "moe_runner_backend": config.moe_runner_backend,
         "attention_backend": config.attention_backend,
