@@ -18,6 +18,7 @@ from tetrad.core.messages import EngineProgress
 from tetrad.core.step import StepPlan
 from tetrad.engine.client import EngineClient
 from tetrad.engine.engine import Engine
+from tetrad.engine.grammars import Masks
 from tetrad.engine.process import main
 
 RAISES, KILLED, STUCK, SPOILED = 31, 32, 33, 34
@@ -31,11 +32,11 @@ class FakeEngineClient(EngineClient):
 
 
 class WilfulRunner(FakeRunner):
-    def launch(self, plan: StepPlan) -> Done:
+    def launch(self, plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> Done:
         for work in plan.sequences:
             if work.start == 0:
                 self._obey(work.token_ids[0], work.rid)
-        return super().launch(plan)
+        return super().launch(plan, masks)
 
     def _obey(self, token_id: int, rid: str) -> None:
         if token_id == RAISES:

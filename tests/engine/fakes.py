@@ -6,10 +6,10 @@ Whatever goes wrong with pages, chunks or resumption changes what it reads, henc
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from tetrad.core.request import Request, SamplingParams, TokenLogprob
+from tetrad.core.request import Grammar, Request, SamplingParams, TokenLogprob
 from tetrad.core.step import (
     PAGE_TOKENS,
     PENDING,
@@ -20,8 +20,11 @@ from tetrad.core.step import (
 )
 from tetrad.engine.admission import Limits
 from tetrad.engine.forecast import Forecast
+from tetrad.engine.grammars import Masks
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.sequence import Sequence as EngineSequence
+from tetrad.grammar.compiler import Compiled, Refused
+from tetrad.grammar.layout import ALLOWED, GIVEN_UP
 
 VOCAB = 40
 EOS = 7
@@ -39,14 +42,28 @@ def next_token(token_ids: Sequence[int], seed: int, banned: Sequence[int] = ()) 
 def expected_output(request: Request, seed: int) -> list[int]:
     """What an undisturbed run of `request` gives."""
     sampling = request.sampling
-    ends = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {EOS})
+    is_endless = sampling.ignore_eos and sampling.grammar is None
+    ends = {*sampling.stop_token_ids} | (set() if is_endless else {EOS})
     known, num_prompt = list(request.prompt_ids), len(request.prompt_ids)
     while len(known) < num_prompt + sampling.max_new_tokens:
         is_early = len(known) - num_prompt < sampling.min_new_tokens
-        known.append(next_token(known, seed, tuple(ends) if is_early else ()))
+        banned = [*ends] if is_early else []
+        answer = _constrained_part(known[num_prompt:], sampling.grammar)
+        if answer is not None:
+            banned += {*range(VOCAB)} - fake_allowed(answer)
+        known.append(next_token(known, seed, banned))
         if known[-1] in ends:
             break
     return known[num_prompt:]
+
+
+def _constrained_part(token_ids: list[int], grammar: Grammar | None) -> list[int] | None:
+    """What the fake grammar reads of an output; None where it says nothing of the next token."""
+    if grammar is None or grammar.close_id is None:
+        return None if grammar is None else token_ids
+    if grammar.close_id not in token_ids:
+        return None
+    return token_ids[token_ids.index(grammar.close_id) + 1 :]
 
 
 class Done:
@@ -67,10 +84,12 @@ class FakeRunner:
         self.spoiled: set[str] = set()
         self._previous: dict[str, int] = {}
 
-    def launch(self, plan: StepPlan) -> Done:
+    def launch(self, plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> Done:
         for work in plan.sequences:
             self._write(work)
-        sampled = tuple(self._sample(w) for w in plan.sequences if w.sample)
+        works = [work for work in plan.sequences if work.sample]
+        banned = _banned(masks() if masks else None)
+        sampled = tuple(self._sample(w, banned.get(row, ())) for row, w in enumerate(works))
         self._previous = {token.rid: token.token_id for token in sampled}
         return Done(StepResult(sampled))
 
@@ -81,7 +100,7 @@ class FakeRunner:
             is_spoiled = work.rid in self.spoiled
             self.slots[_slot(work, position)] = SPOILED if is_spoiled else token_id
 
-    def _sample(self, work: SequenceWork) -> SampledToken:
+    def _sample(self, work: SequenceWork, masked: Sequence[int]) -> SampledToken:
         if work.rid in self.spoiled:
             return SampledToken(work.rid, -1, is_finite=False)
         past = [self.slots[_slot(work, i)] for i in range(work.num_kv_tokens)]
@@ -91,10 +110,106 @@ class FakeRunner:
         assert sample is not None
         assert sample.history_ids in ((), tuple(past)), f"{work.rid} has another history"
         assert sample.num_generated == len(past) - sample.num_prompt
-        token_id = next_token(past, sample.seed, sample.banned_ids)
+        token_id = next_token(past, sample.seed, (*sample.banned_ids, *masked))
         wants_logprob = sample.params.num_logprobs is not None
         logprob = TokenLogprob(token_id, -float(sum(past))) if wants_logprob else None
         return SampledToken(work.rid, token_id, is_finite=True, logprob=logprob)
+
+
+def _banned(masks: Masks | None) -> dict[int, list[int]]:
+    """Row → tokens that its mask does not allow."""
+    if masks is None:
+        return {}
+    also = set(masks.also)
+    return {
+        row: [
+            i
+            for i in range(VOCAB)
+            if not masks.words[place * 2 + i // 32] >> i % 32 & 1 and (place, i) not in also
+        ]
+        for place, row in enumerate(masks.sampled_rows)
+    }
+
+
+class FakeFoundry:
+    """Every grammar is ready `delay` looks after it was asked for. "bad" is refused."""
+
+    def __init__(self, delay: int = 0) -> None:
+        self.delay = delay
+        self.asked: list[str] = []
+        self.num_looks = 0
+        self.is_stopped = False
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+    def start(self) -> None:
+        pass
+
+    def ask(self, kind: str, text: str) -> int | None:
+        self.asked.append(text)
+        return None if text == "too many" else len(self.asked) - 1
+
+    def look(self) -> None:
+        self.num_looks += 1
+
+    def outcome(self, key: int) -> Compiled | Refused | None:
+        if self.num_looks <= self.delay:
+            return None
+        text = self.asked[key]
+        if text == "ours":
+            return Refused("it broke", is_ours=True)
+        return Refused("it is bad") if text == "bad" else Compiled(key, -1)
+
+    def forget(self, in_use: frozenset[int]) -> None:
+        self.in_use = in_use
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+class FakeMaker:
+    """Allows two of three tokens, by the sum of those before. Numbers in `slow` are given up."""
+
+    def __init__(self, most_rows: int = 16) -> None:
+        self.rows = memoryview(bytearray(most_rows * 2 * 4)).cast("i")
+        self.token_ids: dict[int, list[int]] = {}
+        self.slow: set[int] = set()
+        self.num_opened = 0
+
+    @property
+    def keys(self) -> frozenset[int]:
+        return frozenset()
+
+    def open(self, compiled: Compiled) -> int:
+        self.token_ids[self.num_opened] = []
+        self.num_opened += 1
+        return self.num_opened - 1
+
+    def close(self, number: int) -> None:
+        self.token_ids.pop(number, None)
+
+    def fill(self, wanted: list[tuple[int, list[int]]]) -> list[int]:
+        for place, (number, ids) in enumerate(wanted):
+            known = self.token_ids[number]
+            for token_id in ids:
+                assert token_id in fake_allowed(known)
+                known.append(token_id)
+            words = [0, 0]
+            for i in fake_allowed(known):
+                words[i // 32] |= 1 << i % 32
+            for word in range(2):
+                self.rows[place * 2 + word] = words[word] - (words[word] >> 31 << 32)
+        return [GIVEN_UP if number in self.slow else ALLOWED for number, _ in wanted]
+
+    def stop(self) -> None:
+        pass
+
+
+def fake_allowed(token_ids: Sequence[int]) -> set[int]:
+    """What the fake grammar allows next."""
+    return {i for i in range(VOCAB) if (i + sum(token_ids)) % 3}
 
 
 def _slot(work: SequenceWork, position: int) -> int:

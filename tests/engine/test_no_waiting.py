@@ -15,6 +15,7 @@ from tests.factories import tiny_glm_folder
 from tetrad.core.arch import ModelArch
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork, StepPlan
+from tetrad.engine.grammars import Masks
 from tetrad.engine.runner import Runner
 from tetrad.kernels.device import waiting_is_an_error
 from tetrad.kernels.select import OpSet, resolve_ops
@@ -93,6 +94,22 @@ def test_a_step_reads_nothing_back(tmp_path: Path, name: str):
     assert len(launched.wait().sampled) == len(PLANS[name].sequences)
 
 
+def masks_of(plan: StepPlan) -> Masks:
+    """Every second token of the vocabulary, in each row."""
+    num_rows = len(plan.sequences)
+    words = memoryview(bytearray(b"\x55" * (num_rows * 4096))).cast("i")
+    return Masks(tuple(range(num_rows)), words, ((0, 1),))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_masked_step_reads_nothing_back(tmp_path: Path, name: str):
+    runner = make_runner(tmp_path, "cpu", torch.float32)
+    with NoReads():
+        launched = runner.launch(PLANS[name], lambda: masks_of(PLANS[name]))
+    tokens = [token.token_id for token in launched.wait().sampled]
+    assert all(token % 2 == 0 or (row, token) == (0, 1) for row, token in enumerate(tokens))
+
+
 @pytest.mark.parametrize("index", [[0], torch.tensor([True])])
 def test_the_guard_sees_what_waits(index: Any):
     values = torch.ones(1)
@@ -107,7 +124,8 @@ def test_the_guard_sees_what_waits(index: Any):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, name: str):
     runner = make_runner(tmp_path, "cuda", torch.bfloat16)
-    runner.launch(PLANS[name]).wait()
-    with waiting_is_an_error():
-        launched = runner.launch(PLANS[name])
+    for masks in (None, lambda: masks_of(PLANS[name])):
+        runner.launch(PLANS[name], masks).wait()
+        with waiting_is_an_error():
+            launched = runner.launch(PLANS[name], masks)
     assert len(launched.wait().sampled) == len(PLANS[name].sequences)

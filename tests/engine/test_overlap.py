@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -24,6 +25,7 @@ from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
 from tetrad.core.step import PENDING, StepPlan
 from tetrad.engine import engine
 from tetrad.engine.engine import Engine
+from tetrad.engine.grammars import Masks
 
 
 @dataclass
@@ -170,9 +172,9 @@ def plans_of(client: Client, num_steps: int) -> list[StepPlan]:
     plans: list[StepPlan] = []
     launch = client.runner.launch
 
-    def noted(plan: StepPlan) -> Done:
+    def noted(plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> Done:
         plans.append(plan)
-        return launch(plan)
+        return launch(plan, masks)
 
     client.runner.launch = noted  # type: ignore[method-assign]
     for _ in range(num_steps):

@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.engine.fakes import (
     VOCAB,
+    FakeFoundry,
+    FakeMaker,
     FakeRunner,
     NoForecast,
     expected_output,
@@ -16,8 +18,9 @@ from tests.engine.fakes import (
     make_scheduler,
 )
 from tetrad.core.errors import RequestError
-from tetrad.core.request import Request
+from tetrad.core.request import Grammar, Request
 from tetrad.engine.engine import Engine
+from tetrad.engine.grammars import Grammars
 
 MAX_FAMILY = 2
 
@@ -34,6 +37,7 @@ class EngineMachine(RuleBasedStateMachine):
         continuous_steps=st.sampled_from([1, 1, 5]),
         has_forecast=st.booleans(),
         preemption_threshold=st.sampled_from([None, None, 0, 1]),
+        grammar_delay=st.integers(0, 3),
     )
     def start(
         self,
@@ -45,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
         continuous_steps: int,
         has_forecast: bool,
         preemption_threshold: int | None,
+        grammar_delay: int,
     ) -> None:
         limits = make_limits(num_pages, running=running, step=step, context=450)
         self.runner = FakeRunner(num_pages)
@@ -54,8 +59,12 @@ class EngineMachine(RuleBasedStateMachine):
         if not has_forecast:
             scheduler.forecast = NoForecast()
         self.engine = Engine(
-            scheduler, self.runner, overlap=overlap, continuous_steps=continuous_steps
+            scheduler,
+            self.runner,
+            overlap=overlap,
+            continuous_steps=continuous_steps,
         )
+        self.engine.grammars = Grammars(FakeFoundry(grammar_delay), FakeMaker(running))
         self.overlap = overlap
         self.live: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -69,6 +78,9 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.sampled_from([0, 0, 1, 2, -1]),
         key_name=st.sampled_from("ab"),
+        grammar=st.sampled_from(
+            [None, None, Grammar("regex", "a"), Grammar("regex", "b", close_id=5)]
+        ),
     )
     def add(
         self,
@@ -79,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         priority: int,
         key_name: str,
+        grammar: Grammar | None,
     ) -> None:
         rid = f"r{self.num_added}"
         self.num_added += 1
@@ -91,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
             key_name=key_name,
             ignore_eos=ignore_eos,
             seed=self.num_added % 2,
+            grammar=grammar,
         )
         limits = self.engine.scheduler.limits
         fits = len(prompt) + new <= min(limits.cache_tokens, limits.context_tokens)
@@ -105,6 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 60))
     def step(self, count: int) -> None:
         for _ in range(count):
+            assert not self.engine.admit_ready()
             for output in self.engine.step():
                 self.tokens.setdefault(output.rid, []).extend(output.token_ids)
                 if output.finish:
@@ -124,15 +139,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        assert self.engine.flush_cache() == (not self.live)
+        assert self.engine.flush_cache() == (not self.engine.has_work)
 
     @invariant()
     def integrity(self) -> None:
         self.engine.check_integrity()
-        assert self.engine.has_work == bool(self.live)
+        waits = self.engine.awaits_grammars
+        assert bool(self.live) == (self.engine.has_work or waits)
 
     def teardown(self) -> None:
-        while self.engine.has_work:
+        while self.engine.has_work or self.engine.awaits_grammars:
             self.step(1)
         assert not self.live
         self.engine.check_integrity()

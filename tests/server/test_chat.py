@@ -272,8 +272,6 @@ async def test_what_a_request_leaves_out_comes_from_the_model_and_the_context(
     ("field", "message"),
     [
         ({"separate_reasoning": False}, "reasoning is always separate; join"),
-        ({"json_schema": "{}"}, "constrained output is not supported yet"),
-        ({"guided_json": {}}, "constrained output is not supported yet"),
         ({"include_reasoning": False}, "reasoning is always separate; join"),
         ({"modalities": ["text", "audio"]}, 'this model writes text; ["text"] works'),
         ({"cache_salt": "x"}, "--disable-radix-cache"),

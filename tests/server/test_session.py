@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
-from tetrad.server.reasoning import ReasoningParser
+from tetrad.server.reasoning import REASONING_FORMATS, ReasoningParser
 from tetrad.server.session import Delta, GenerationError, Session
 from tetrad.server.text import Tokenizer
-from tetrad.server.tools import ToolParser
+from tetrad.server.tools_glm import GlmParser
 
 EOS = 498
 CALL = "<tool_call>now</tool_call>"
@@ -51,8 +51,8 @@ def test_reasoning_content_and_calls_whatever_the_steps(tokenizer: Tokenizer, nu
     session = Session(
         tokenizer,
         hidden_ids=tokenizer.special_ids,
-        reasoning=ReasoningParser(inside=True),
-        tools=ToolParser(TOOLS),
+        reasoning=ReasoningParser(REASONING_FORMATS["glm45"], "inside"),
+        tools=GlmParser(TOOLS),
     )
     stop = Finish("stop", matched_token=EOS)
     whole = run(session, outputs([*ids, EOS], num_per_step, stop))
@@ -77,7 +77,7 @@ def test_the_end_token_is_never_text_even_if_special_tokens_are_shown(tokenizer:
 
 def test_a_cut_answer_with_calls_is_still_cut(tokenizer: Tokenizer):
     ids = tokenizer.encode(CALL, add_special_tokens=False)
-    session = Session(tokenizer, tools=ToolParser(TOOLS))
+    session = Session(tokenizer, tools=GlmParser(TOOLS))
     whole = run(session, outputs(ids, 1, Finish("length")))
     assert whole.finish is not None
     assert whole.finish.reason == "length"

@@ -100,14 +100,22 @@ class ModelOptions(Config):
     chat_template: Path | None = option(
         None, "Jinja file that replaces the model's chat template.", group="Model"
     )
-    reasoning_parser: Literal["auto", "none", "glm45"] = option(
+    reasoning_parser: Literal["auto", "none", "glm45", "deepseek-r1", "qwen3"] = option(
         "auto",
         "How reasoning is split from the answer; auto looks for <think> in the chat template.",
         group="Model",
     )
-    tool_call_parser: Literal["auto", "none", "glm47"] = option(
-        "auto",
-        "How tool calls are read from the text; auto looks for <tool_call> in the chat template.",
+    tool_call_parser: Literal["auto", "none", "glm45", "glm47", "deepseekv32", "qwen", "hermes"] = (
+        option(
+            "auto",
+            "How tool calls are read from the text; auto looks for markers in the chat template.",
+            group="Model",
+        )
+    )
+    grammar_backend: Literal["xgrammar", "none"] = option(
+        "xgrammar",
+        "What constrains answers to a JSON schema, a regular expression or a grammar; none refuses "
+        "requests that ask for it.",
         group="Model",
     )
     sampling_defaults: Literal["model", "openai"] = option(

@@ -13,6 +13,29 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+GrammarKind = Literal["json_schema", "regex", "ebnf", "lark", "structural_tag"]
+
+MAX_GRAMMAR_BYTES = 128 * 1024
+"""Longest schema, expression or grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must match, and from where on."""
+
+    kind: GrammarKind
+    text: str
+    """A JSON schema, a regular expression, EBNF as of GBNF, Lark, or a structural tag of xgrammar;
+    at most MAX_GRAMMAR_BYTES."""
+    field: str = "grammar"
+    """What the client calls it."""
+    close_id: int | None = None
+    """Token that ends the reasoning: nothing before it is constrained. None: the answer is
+    constrained from its start."""
+    open_id: int | None = None
+    """Token that may begin the answer instead, to open the reasoning. None: it is open already."""
+    call_id: int | None = None
+    """Token that ends the reasoning as well, and is the first that the grammar reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,8 @@ class SamplingParams:
     """Do not end at the model's end tokens (stop_token_ids still end it)."""
     num_logprobs: int | None = None
     """None: no logprobs. 0: of the sampled token. n: also of the n most probable tokens."""
+    grammar: Grammar | None = None
+    """Tokens that it does not allow are not sampled; where it ends, only end tokens are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from tetrad.core.gguf import is_gguf
+
 NAME = "abacus"
 """What the embedded model may be called instead of naming its folder."""
 
@@ -34,3 +36,10 @@ def model_folder(model: Path | None) -> Path:
         return packaged_model(str(model)) or model
     is_embedded = model is None or (str(model) == NAME and not model.exists())
     return embedded_model() if model is None or is_embedded else model
+
+
+def text_folder(folder: Path, load_format: str) -> Path:
+    """Where a model's tokenizer and template are: `folder`, or the file, unless it has none and its
+    weights are drawn, as the embedded model then lends its own."""
+    has_none = not ((folder / "tokenizer.json").is_file() or is_gguf(folder))
+    return embedded_model() if load_format != "auto" and has_none else folder

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tetrad.core.errors import RequestError
-from tetrad.core.request import Request, SamplingParams
+from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar, Request, SamplingParams
 from tetrad.core.step import PAGE_TOKENS
 
 MAX_LOGPROBS = 100
@@ -34,10 +34,28 @@ class Limits:
 
 
 def check_request(request: Request, limits: Limits) -> None:
-    """Raise RequestError unless the engine can serve `request` to its end."""
+    """Raise RequestError unless the engine can serve `request` to its end; but for whether its
+    grammar can be followed."""
+    _check_grammar(request.sampling.grammar)
     _check_ids(request, limits)
     _check_sampling(request.sampling, limits)
     _check_length(request, limits)
+
+
+def end_ids(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
+    """Tokens that end a request. Where a grammar ends, it allows the model's end tokens alone: they
+    cannot be ignored then."""
+    is_endless = sampling.ignore_eos and sampling.grammar is None
+    return frozenset((*(() if is_endless else limits.eos_ids), *sampling.stop_token_ids))
+
+
+def _check_grammar(grammar: Grammar | None) -> None:
+    if grammar is not None and (num_bytes := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"{grammar.field} has {num_bytes} bytes; what constrains an answer has "
+            f"{MAX_GRAMMAR_BYTES} at most.",
+            param=grammar.field,
+        )
 
 
 def _check_ids(request: Request, limits: Limits) -> None:

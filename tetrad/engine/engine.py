@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import UserError
+from tetrad.core.errors import CapacityError, RequestError, UserError
 from tetrad.core.messages import EngineStats
-from tetrad.core.request import Request, RequestOutput
+from tetrad.core.request import Finish, Request, RequestOutput
 from tetrad.core.step import StepPlan, StepResult
 from tetrad.engine.admission import Limits
+from tetrad.engine.grammars import Grammars, Masks
 from tetrad.engine.philox import derived_seed
-from tetrad.engine.scheduler import Scheduler
+from tetrad.engine.scheduler import ABORTED, Scheduler
 from tetrad.engine.stream import StreamInterval
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,12 @@ SETBACKS_EVERY_S = 10.0
 SINGLE_STEPS = (
     "--num-continuous-decode-steps has no effect while a request with penalties runs: its next "
     "token cannot be chosen before the last is known."
+)
+
+
+NO_GRAMMARS = (
+    "This server constrains no output (--grammar-backend none, or --load-format null): leave out "
+    "response_format, tool_choice and the like."
 )
 
 
@@ -40,8 +47,9 @@ class Launched(Protocol):
 class StepRunner(Protocol):
     """Turns a plan into a result: `engine.runner.Runner`, or a fake in tests."""
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Start a step, after those launched before."""
+    def launch(self, plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> Launched:
+        """Start a step, after those launched before. `masks` is called once the model is launched,
+        and tells what the sampler must allow; it may wait for the steps before."""
         ...
 
 
@@ -105,6 +113,8 @@ class Engine:
         self.profiler = profiler or NoProfiler()
         self.is_paused = False
         """Requests come and wait, but no step runs."""
+        self.grammars: Grammars | None = None
+        """What constrains answers; requests that ask for it are refused without."""
         self._in_flight: deque[Launched] = deque()
         self.info: dict[str, Any] = info or {}
         """What was resolved and chosen at start, for /server_info."""
@@ -122,18 +132,44 @@ class Engine:
         return not self.is_paused and self.has_work
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served."""
-        self.scheduler.add(request)
+        """Queue a request; one with a grammar waits for `admit_ready` first. Raises RequestError if
+        it can never be served, CapacityError if it cannot be now."""
+        if request.sampling.grammar is None:
+            self.scheduler.add(request)
+            return
+        if self.grammars is None:
+            raise RequestError(NO_GRAMMARS, param="response_format")
+        self.scheduler.check(request)
+        if request.own_rid in self.grammars:
+            raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
+        self.grammars.begin(request)
+
+    def admit_ready(self) -> list[tuple[str, RequestError | CapacityError]]:
+        """Queue the requests whose grammars are compiled; who is refused, and why."""
+        refused: list[tuple[str, RequestError | CapacityError]] = []
+        for request, error in self.grammars.ready() if self.grammars else ():
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                refused.append((request.rid, error))
+        return refused
 
     def abort(self, rid: str) -> None:
         """Forget a request and free what it holds. An unknown rid is ignored."""
         self.scheduler.abort(rid)
         self._stream.forget(rid)
+        if self.grammars:
+            self.grammars.forget(rid)
 
     def end(self, rid: str | None) -> list[RequestOutput]:
         """Abort requests by their rid or that of the HTTP request they came with, or all; returns
         what their clients are told, each once."""
-        return self._stream.release(self.scheduler.end(rid))
+        outputs = self.scheduler.end(rid)
+        if self.grammars:
+            self.grammars.take(outputs)
+            finish = Finish("abort", message=ABORTED)
+            outputs += [RequestOutput(one, (), finish=finish) for one in self.grammars.end(rid)]
+        return self._stream.release(outputs)
 
     def pause(self) -> list[RequestOutput]:
         """Run no more steps; what those in flight gave."""
@@ -154,19 +190,19 @@ class Engine:
         if not self.has_work:
             return []
         outputs = self._take_in(0) if self.scheduler.needs_tokens else []
-        num_launched = self._launch()
+        num_launched = self._launch(outputs)
         self._setbacks.tell(self.scheduler.counters.preemptions)
         outputs += self._take_in(num_launched if self._overlap else 0)
         self._rate.count(len(outputs))
         self.profiler.stepped()
         return self._stream.release(outputs)
 
-    def _launch(self) -> int:
+    def _launch(self, outputs: list[RequestOutput]) -> int:
         """Plan and start steps; returns how many. None where requests only wait for tokens that are
-        on their way."""
+        on their way. What steps gave that had to be waited for is added to `outputs`."""
         plan, num_launched = self.scheduler.schedule(), 0
         while plan.sequences:
-            self._in_flight.append(self.runner.launch(plan))
+            self._in_flight.append(self._start(plan, outputs))
             num_launched += 1
             if num_launched == self._continuous_steps:
                 break
@@ -176,13 +212,33 @@ class Engine:
         self._num_steps += num_launched
         return num_launched
 
+    def _start(self, plan: StepPlan, outputs: list[RequestOutput]) -> Launched:
+        """Launch a step. What a grammar allows depends on the tokens of the steps before: they are
+        waited for when the model is under way already."""
+        grammars = self.grammars
+        if grammars is None or not grammars.concern(plan):
+            return self.runner.launch(plan)
+
+        def masks() -> Masks | None:
+            outputs.extend(self._take_in(0))
+            found, failed = grammars.masks(plan)
+            for rid, reason in failed.items():
+                self.abort(rid)
+                outputs.append(RequestOutput(rid, (), finish=Finish("error", message=reason)))
+            return found
+
+        return self.runner.launch(plan, masks)
+
     def _take_in(self, num_left: int) -> list[RequestOutput]:
         """Wait for the oldest steps, until `num_left` are in flight."""
-        outputs = []
+        outputs: list[RequestOutput] = []
         while len(self._in_flight) > num_left:
             result = self._in_flight.popleft().wait()
             self._cure(result)
-            outputs += self.scheduler.apply(result)
+            gained = self.scheduler.apply(result)
+            if self.grammars:
+                self.grammars.take(gained)
+            outputs += gained
         return outputs
 
     def _cure(self, result: StepResult) -> None:
@@ -199,12 +255,21 @@ class Engine:
         """Raise AssertionError with a drawing if a page is lost, held twice or out of order."""
         self.scheduler.check_integrity()
 
+    @property
+    def awaits_grammars(self) -> bool:
+        """Do requests wait for grammars that are compiled elsewhere?"""
+        return self._num_without_grammar > 0
+
+    @property
+    def _num_without_grammar(self) -> int:
+        return self.grammars.num_waiting if self.grammars else 0
+
     def stats(self) -> EngineStats:
         """A reading for heartbeats and metrics."""
         scheduler, counters = self.scheduler, self.scheduler.counters
         return EngineStats(
             running_requests=len(scheduler.running),
-            waiting_requests=len(scheduler.waiting),
+            waiting_requests=len(scheduler.waiting) + self._num_without_grammar,
             used_pages=scheduler.num_used_pages,
             cached_pages=scheduler.cache.num_idle,
             total_pages=scheduler.limits.num_pages,

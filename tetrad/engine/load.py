@@ -16,10 +16,12 @@ from tetrad.core.arch import ModelArch
 from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, UnsupportedError
+from tetrad.core.gguf import is_gguf
 from tetrad.core.keys import ACTIVATION, KeyFormat
 from tetrad.core.messages import EngineProgress
 from tetrad.core.presets import served_shapes
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.data import text_folder
 from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.distributed.rehearsal import Rehearsal
 from tetrad.engine.arch_choices import (
@@ -29,13 +31,18 @@ from tetrad.engine.arch_choices import (
     told_backends,
 )
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
+from tetrad.engine.child import environment
 from tetrad.engine.device import resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine, scheduler_of
+from tetrad.engine.grammars import Grammars
 from tetrad.engine.guard import NanGuard
 from tetrad.engine.memory_statement import memory_statement
 from tetrad.engine.prepare import Prepared, prepare, without_effect
 from tetrad.engine.profiling import TorchProfiler
 from tetrad.engine.runner import Runner
+from tetrad.grammar.compiler import Compiler
+from tetrad.grammar.masks import MaskMaker
+from tetrad.grammar.vocabulary import VocabularySource
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.canary import canary
 from tetrad.kernels.device import device_memory, snapshot
@@ -99,7 +106,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         **asdict(prepared),
         "memory_statement": statement,
     }
-    return Engine(
+    engine = Engine(
         scheduler_of(config, layout.limits),
         runner,
         info,
@@ -109,6 +116,20 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         guard=NanGuard(runner, model, switches, partial(_refusal, device, dtype, keys)),
         profiler=TorchProfiler(config.profile_dir),
     )
+    engine.grammars = _grammars(config, folder, layout)
+    return engine
+
+
+def _grammars(config: ServeConfig, folder: Path, layout: CacheLayout) -> Grammars | None:
+    """What constrains answers, unless nothing is to, or the model has no vocabulary."""
+    of_text = text_folder(folder, config.load_format)
+    has_text = is_gguf(of_text) or (of_text / "tokenizer.json").is_file()
+    if config.grammar_backend == "none" or not has_text:
+        return None
+    limits = layout.limits
+    source = VocabularySource(str(of_text), limits.vocab, limits.eos_ids, is_lent=of_text != folder)
+    compiler = Compiler(source, environment())
+    return Grammars(compiler, MaskMaker(compiler, limits.vocab, limits.max_running_requests))
 
 
 def _refusal(

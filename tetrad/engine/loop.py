@@ -19,7 +19,7 @@ import zmq
 
 from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import EngineDiedError, RequestError, UserError
+from tetrad.core.errors import CapacityError, EngineDiedError, RequestError, UserError
 from tetrad.core.messages import (
     FIRST_WORKER,
     AbortRequests,
@@ -44,6 +44,8 @@ from tetrad.engine.outboxes import Outboxes
 from tetrad.engine.wire import INBOX, address, decode
 
 BEAT_INTERVAL_S = 0.5
+GRAMMAR_POLL_MS = 2
+"""How often an engine without work looks whether a grammar is compiled."""
 LAST_WORDS_MS = 2000
 """How long the process waits for its last message to leave."""
 
@@ -87,18 +89,33 @@ class EngineLoop:
         finally:
             self._is_over.set()
             beat.join()
+            if self._engine is not None and self._engine.grammars is not None:
+                self._engine.grammars.stop()
             self._context.destroy(linger=LAST_WORDS_MS)
             gc.unfreeze()  # else libraries report what was frozen as leaked when the process ends
         return 0
 
     def _serve(self, engine: Engine) -> None:
+        if engine.grammars:
+            engine.grammars.start()
         while self._take_messages(engine):
+            self._admit_ready(engine)
             if not engine.can_step:
                 continue
             self._step_started_at = time.monotonic()
             outputs = engine.step()
             self._step_started_at = None
             self._hand_out(outputs)
+
+    def _admit_ready(self, engine: Engine) -> None:
+        """Let in who need not wait for a grammar any more."""
+        for rid, error in engine.admit_ready():
+            self._refuse(rid, error, self._owners.pop(rid, FIRST_WORKER))
+
+    def _refuse(self, rid: str, error: RequestError | CapacityError, worker: int) -> None:
+        status = error.http_status if isinstance(error, RequestError) else 503
+        param = error.param if isinstance(error, RequestError) else None
+        self._outboxes.send(worker, RequestRefused(rid, str(error), status, param))
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         """One message to each worker: what its requests got, and the figures that all show."""
@@ -123,7 +140,10 @@ class EngineLoop:
         the end."""
         while True:
             try:
-                frames = self._inbox.recv_multipart(zmq.NOBLOCK if engine.can_step else 0)
+                if engine.awaits_grammars and not engine.can_step:
+                    self._inbox.poll(GRAMMAR_POLL_MS)
+                is_busy = engine.can_step or engine.awaits_grammars
+                frames = self._inbox.recv_multipart(zmq.NOBLOCK if is_busy else 0)
             except zmq.Again:
                 return True
             message = decode(frames)
@@ -153,9 +173,8 @@ class EngineLoop:
             return  # it was under way when its worker died
         try:
             engine.add(request)
-        except RequestError as error:
-            refused = RequestRefused(request.rid, str(error), error.http_status, error.param)
-            self._outboxes.send(worker, refused)
+        except (RequestError, CapacityError) as error:
+            self._refuse(request.rid, error, worker)
         else:
             if worker != FIRST_WORKER:
                 self._owners[request.rid] = worker

@@ -20,6 +20,7 @@ from tetrad.core.request import TokenLogprob
 from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache
 from tetrad.engine.engine import Engine, scheduler_of
+from tetrad.engine.grammars import Masks
 
 STRIDE = 7919
 """Between the tokens of two places that follow one another: a prime, so that all come up."""
@@ -59,8 +60,9 @@ class NullRunner:
         self._step_s = step_s
         self._free_at = 0.0
 
-    def launch(self, plan: StepPlan) -> NullStep:
-        """Start a step."""
+    def launch(self, plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> NullStep:
+        """Start a step. No grammar changes what is scripted: its engine has none."""
+        assert masks is None
         self._free_at = max(self._free_at, time.monotonic()) + self._step_s
         sampled = tuple(self._token(work) for work in plan.sequences if work.sample)
         return NullStep(StepResult(sampled), self._free_at)

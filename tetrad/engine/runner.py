@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import StepPlan
+from tetrad.engine.grammars import Masks
 from tetrad.engine.graphs import DecodeGraphs, GraphPlan, Recorder
 from tetrad.engine.inputs import NOTHING, InputBuilder, Sampled
 from tetrad.engine.sampler import Draws, Sampler
@@ -53,13 +54,13 @@ class Runner:
             self.graphs.renew()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Draws:
-        """Start one step; nothing here waits for the device. Rows whose logits are not finite are
-        marked, not raised."""
+    def launch(self, plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> Draws:
+        """Start one step; nothing here waits for the device, but `masks` may, which is called when
+        the model is launched. Rows whose logits are not finite are marked, not raised."""
         logits = self._logits(plan)
         pairs = [(work.rid, work.sample) for work in plan.sequences if work.sample]
         rids = [rid for rid, _ in pairs]
-        draws = self._sampler(logits, rids, [work for _, work in pairs])
+        draws = self._sampler(logits, rids, [work for _, work in pairs], masks)
         self._previous = Sampled(draws.ids, {rid: row for row, rid in enumerate(rids)})
         return draws
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tetrad.core.request import SamplingParams, TokenLogprob
 from tetrad.core.step import SampledToken, SampleWork, StepResult
+from tetrad.engine.grammars import Masks
+from tetrad.engine.masks import allow_only, mask_bits
 from tetrad.engine.transfer import Fetch, to_device
 from tetrad.engine.uniforms import uniforms
 from tetrad.kernels.select import OpSet
@@ -23,6 +25,10 @@ MIN_TEMPERATURE = 1e-5
 """Below this a request is greedy: dividing by less overflows float32."""
 MIN_TOP_P = 1e-6
 """A smaller one keeps only the best token as well, but in float32 it may be 0, which keeps none."""
+
+LAST_RESORT = -1e30
+"""Logit of an end token that is not allowed yet, where a grammar may allow no other. Divided by the
+least temperature it is still a number."""
 
 Cells = tuple[list[int], list[int], list[float]]
 """Rows, token ids and a number for each: what a rule does to the logits."""
@@ -63,8 +69,15 @@ class Sampler:
         self._sample_op: Callable[..., Tensor] = ops.sample
         self._finite_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = ops.finite_rows
 
-    def __call__(self, logits: Tensor, rids: Sequence[str], works: Sequence[SampleWork]) -> Draws:
-        """`logits` [R, V] fp32, one row for each of `rids` and `works`; overwritten."""
+    def __call__(
+        self,
+        logits: Tensor,
+        rids: Sequence[str],
+        works: Sequence[SampleWork],
+        masks: Callable[[], Masks | None] | None = None,
+    ) -> Draws:
+        """`logits` [R, V] fp32, one row for each of `rids` and `works`; overwritten. `masks` tells
+        which tokens are allowed where, and is called last."""
         if not works:
             return Draws(logits.new_empty(0, dtype=torch.int64), rids, (), {})
         logits, is_finite = self._finite_rows(logits)
@@ -75,7 +88,11 @@ class Sampler:
         }
         rows = to_device(torch.tensor(list(counts), dtype=torch.int64), logits.device)
         log_probs = logits[rows].log_softmax(dim=1)
-        if apply_rules(logits, works):
+        has_changed = apply_rules(logits, works)
+        if masks is not None and (allowed := masks()) is not None:
+            allow_only(logits, allowed.sampled_rows, mask_bits(allowed, logits.shape[1]))
+            has_changed = True
+        if has_changed:
             # Whatever a rule made of a row, it must cost that request alone: no op may see a row
             # without a best token.
             is_finite &= logits.amax(dim=1).isfinite()
@@ -115,7 +132,7 @@ def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> bool:
     if cells := _cells(works, _frequency_and_presence):
         where, penalty = _on(device, cells)
         logits[where] -= penalty
-    if cells := _cells(works, lambda work: dict.fromkeys(work.banned_ids, -torch.inf)):
+    if cells := _cells(works, _banned):
         where, lowest = _on(device, cells)
         logits[where] = lowest
     return True
@@ -138,6 +155,11 @@ def _frequency_and_presence(work: SampleWork) -> dict[int, float]:
         return {}
     counts = Counter(work.history_ids[work.num_prompt :])
     return {token_id: presence + frequency * count for token_id, count in counts.items()}
+
+
+def _banned(work: SampleWork) -> dict[int, float]:
+    """Token id → its logit, for end tokens that are not allowed yet."""
+    return dict.fromkeys(work.banned_ids, LAST_RESORT if work.params.grammar else -torch.inf)
 
 
 def _cells(

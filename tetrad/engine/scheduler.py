@@ -35,7 +35,7 @@ from msgspec.structs import replace
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Finish, Request, RequestOutput
 from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
-from tetrad.engine.admission import Limits, check_request
+from tetrad.engine.admission import Limits, check_request, end_ids
 from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.forecast import Forecast, peak_pages
 from tetrad.engine.line import WaitingLine
@@ -47,7 +47,6 @@ NON_FINITE = (
     "The model gave logits that are not finite for this request, so it was ended; other requests "
     "are not affected."
 )
-
 
 ABORTED = "The server's operator ended this request."
 
@@ -106,16 +105,18 @@ class Scheduler:
         """Pages that running sequences hold."""
         return self.limits.num_pages - self.cache.num_available
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served."""
+    def check(self, request: Request) -> None:
+        """Raises RequestError if it can never be served, or its name is taken."""
         if request.own_rid in self._own_rids:
             raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
         check_request(request, self.limits)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never be served."""
+        self.check(request)
         sampling = request.sampling
-        eos_ids = () if sampling.ignore_eos else self.limits.eos_ids
         seed = self._draw_seed(self._num_arrivals) if sampling.seed is None else sampling.seed
-        end_ids = frozenset((*eos_ids, *sampling.stop_token_ids))
-        sequence = Sequence(request, seed, self._num_arrivals, end_ids)
+        sequence = Sequence(request, seed, self._num_arrivals, end_ids(sampling, self.limits))
         self._num_arrivals += 1
         self._live[request.rid] = sequence
         self._own_rids.add(request.own_rid)
@@ -161,8 +162,9 @@ class Scheduler:
         Empty if one of them is not through its prompt, needs its tokens, or would need a page that
         is not free; or if none has a token to go."""
         planned: Planned = []
-        last = [(s, work) for s, work in self._planned[-1] if not s.is_spent]
-        can_go_on = all(work.sample and not s.needs_history for s, work in self._planned[-1])
+        running = [(s, work) for s, work in self._planned[-1] if s.pages]  # still, if applied since
+        last = [(s, work) for s, work in running if not s.is_spent]
+        can_go_on = all(work.sample and not s.needs_history for s, work in running)
         if can_go_on and all(self._has_pages(sequence) for sequence, _ in last):
             for sequence, _ in last:
                 plan_work(sequence, 1, planned)

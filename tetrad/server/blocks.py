@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tetrad.server.session import Delta
-from tetrad.server.tools import ToolDelta
+from tetrad.server.tool_events import ToolDelta
 
 Kind = Literal["reasoning", "text", "tool"]
 

@@ -20,7 +20,7 @@ from tetrad.server.logprobs import TokenEntry, chat_logprobs
 from tetrad.server.protocol import ChatBody
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
-from tetrad.server.tools import ToolDelta
+from tetrad.server.tool_events import ToolDelta
 from tetrad.server.usage import usage
 
 ROUTE = "/v1/chat/completions"

@@ -14,6 +14,7 @@ from tetrad.core.request import SamplingParams
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
+from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, completion_logprobs
 from tetrad.server.protocol import CompletionBody
@@ -38,6 +39,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 async def _choices(service: Service, body: CompletionBody, answer_id: str) -> list[Choice]:
     model = service.model
+    grammar = grammar_of(body)
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
 
     def params(num_prompt: int) -> SamplingParams:
@@ -48,7 +50,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
             num_logprobs=0 if body.logprobs is None and body.tries_more else body.logprobs,
             seed=body.seed,
         )
-        return sampling_params(body, model.defaults, limits)
+        return sampling_params(body, model.defaults, limits, grammar)
 
     def session(min_new_tokens: int) -> Session:
         return Session(

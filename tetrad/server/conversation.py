@@ -12,11 +12,11 @@ from typing import Any
 from tetrad.server.chat_template import End
 from tetrad.server.choices import Choice, make_choices, room_for_answer
 from tetrad.server.protocol import ChatBody
-from tetrad.server.reasoning import ReasoningParser, starts_inside
+from tetrad.server.reasoning import ReasoningParser
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import Session
-from tetrad.server.tools import ToolParser
+from tetrad.server.tool_grammar import chat_grammar
 
 SHORT_CONVERSATION = 32
 SHORT_CHARACTERS = 16_384
@@ -36,7 +36,9 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
     tools = body.active_tools
     prompt, ids = await chat_prompt(service, body)
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
-    is_inside = starts_inside(prompt)
+    form, tool_format = model.reasoning_format, model.tool_format
+    start = form.start(prompt) if form else None
+    grammar = chat_grammar(model, body, start)
 
     def session(min_new_tokens: int) -> Session:
         return Session(
@@ -45,8 +47,8 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
             keep_stop=body.keeps_stop,
             min_new_tokens=min_new_tokens,
             hidden_ids=hidden_ids,
-            reasoning=ReasoningParser(inside=is_inside) if model.splits_reasoning else None,
-            tools=ToolParser(tools) if tools and model.reads_tool_calls else None,
+            reasoning=ReasoningParser(form, start) if form and start else None,
+            tools=tool_format(tools) if tools and tool_format else None,
         )
 
     limits = AnswerLimits(
@@ -55,7 +57,7 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
         num_logprobs=body.num_logprobs,
         seed=body.seed,
     )
-    params = sampling_params(body, model.defaults, limits)
+    params = sampling_params(body, model.defaults, limits, grammar)
     return make_choices(answer_id, [(ids, params)], body.n or 1, session)
 
 

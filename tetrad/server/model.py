@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from tetrad.core.errors import RequestError, nearest
 from tetrad.core.gguf import GgufFile, is_gguf
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.presets import served_shapes
-from tetrad.data import embedded_model, model_folder
+from tetrad.data import model_folder, text_folder
 from tetrad.server import reasoning, tools
 from tetrad.server.chat_template import ChatTemplate, End
 from tetrad.server.gguf_text import template_of, tokenizer_of
+from tetrad.server.reasoning import REASONING_FORMATS, ReasoningFormat
 from tetrad.server.sampling import SamplingDefaults
 from tetrad.server.text import Tokenizer
+from tetrad.server.tool_events import ToolParser
+from tetrad.server.tools import TOOL_FORMATS
 
 LONG_TEXT_CHARACTERS = 4_000
 """Longer texts are tokenised in a thread, so that other requests do not wait."""
@@ -42,40 +45,41 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: SamplingDefaults
-    splits_reasoning: bool
-    reads_tool_calls: bool
+    reasoning_parser: str | None
+    """SGLang's name of the parser in use."""
+    tool_call_parser: str | None
     architectures: tuple[str, ...]
 
     @classmethod
     def load(cls, config: ServeConfig) -> ServedModel:
         """Read the folder or file. Raises CheckpointError or ConfigError with a sentence."""
         folder = model_folder(config.model)
-        text_folder = _text_folder(folder, config.load_format)
+        folder_of_text = text_folder(folder, config.load_format)
         arch = served_shapes(folder, config.load_format)
-        tokenizer, template = _text(config, folder, text_folder)
+        tokenizer, template = _text(config, folder, folder_of_text)
         source = template.source if template is not None else ""
         return cls(
             name=config.served_model_name or model_name(folder),
             folder=folder,
-            text_folder=text_folder,
+            text_folder=folder_of_text,
             arch=arch,
             tokenizer=tokenizer,
             template=template,
-            defaults=SamplingDefaults.of(config.sampling_defaults, text_folder),
-            splits_reasoning=_chosen(config.reasoning_parser, reasoning.OPEN, source),
-            reads_tool_calls=_chosen(config.tool_call_parser, tools.OPEN, source),
+            defaults=SamplingDefaults.of(config.sampling_defaults, folder_of_text),
+            reasoning_parser=_chosen(config.reasoning_parser, reasoning.guessed_format(source)),
+            tool_call_parser=_chosen(config.tool_call_parser, tools.guessed_format(source)),
             architectures=_architectures(folder),
         )
 
     @property
-    def reasoning_parser(self) -> str | None:
-        """SGLang's name of the parser in use."""
-        return "glm45" if self.splits_reasoning else None
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How reasoning is split from the answer, if it is."""
+        return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
 
     @property
-    def tool_call_parser(self) -> str | None:
-        """SGLang's name of the parser in use."""
-        return "glm47" if self.reads_tool_calls else None
+    def tool_format(self) -> type[ToolParser] | None:
+        """How tool calls are read, if they are."""
+        return TOOL_FORMATS[self.tool_call_parser] if self.tool_call_parser else None
 
     def check_name(self, name: str | None) -> None:
         """Raise RequestError (404) when a request names another model."""
@@ -131,9 +135,19 @@ class ServedModel:
         """Tokens a reader does not see. Markers that a parser reads are never among them."""
         if not skip_special:
             return frozenset()
-        markers: tuple[str, ...] = reasoning.MARKERS if self.splits_reasoning else ()
-        markers += tools.MARKERS if self.reads_tool_calls else ()
-        return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in markers}
+        return self._unmarked_ids
+
+    @cached_property
+    def _unmarked_ids(self) -> frozenset[int]:
+        """Control tokens that are no part of a marker."""
+        markers: tuple[str, ...] = reasoning.MARKERS if self.reasoning_parser else ()
+        markers += self.tool_format.markers if self.tool_format else ()
+        bytes_of = self.tokenizer.token_bytes
+        return frozenset(
+            token_id
+            for token_id in self.tokenizer.special_ids
+            if not any(bytes_of(token_id) in marker.encode() for marker in markers)
+        )
 
 
 def model_name(model: Path) -> str:
@@ -142,22 +156,16 @@ def model_name(model: Path) -> str:
     return path.stem if is_gguf(path) else path.name
 
 
-def _text_folder(folder: Path, load_format: str) -> Path:
-    """Where tokenizer and template are: a model of drawn weights may lend the embedded one's."""
-    has_none = not ((folder / "tokenizer.json").is_file() or is_gguf(folder))
-    return embedded_model() if load_format != "auto" and has_none else folder
-
-
 def _text(
-    config: ServeConfig, folder: Path, text_folder: Path
+    config: ServeConfig, folder: Path, folder_of_text: Path
 ) -> tuple[Tokenizer, ChatTemplate | None]:
     """Of a GGUF file its own, unless --chat-template replaces the latter."""
-    if not is_gguf(text_folder):
-        template = ChatTemplate.from_folder(text_folder, config.chat_template)
-        return Tokenizer.from_folder(text_folder, is_lent=text_folder != folder), template
-    file = GgufFile.read(text_folder)
+    if not is_gguf(folder_of_text):
+        template = ChatTemplate.from_folder(folder_of_text, config.chat_template)
+        return Tokenizer.from_folder(folder_of_text, is_lent=folder_of_text != folder), template
+    file = GgufFile.read(folder_of_text)
     if config.chat_template is not None:
-        return tokenizer_of(file), ChatTemplate.from_folder(text_folder, config.chat_template)
+        return tokenizer_of(file), ChatTemplate.from_folder(folder_of_text, config.chat_template)
     return tokenizer_of(file), template_of(file)
 
 
@@ -179,6 +187,6 @@ def _check_lengths(texts: Sequence[str], context_tokens: int) -> None:
         )
 
 
-def _chosen(parser: str, marker: str, template: str) -> bool:
-    """Whether a parser is used: as configured, else by what the template writes."""
-    return marker in template if parser == "auto" else parser != "none"
+def _chosen(parser: str, guessed: str | None) -> str | None:
+    """The parser that is used: as configured, else by what the template writes."""
+    return guessed if parser == "auto" else None if parser == "none" else parser

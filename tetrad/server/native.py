@@ -16,6 +16,7 @@ from tetrad.core.request import SamplingParams, TokenLogprob
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
+from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import event
 from tetrad.server.logprobs import native_logprobs
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
@@ -83,7 +84,7 @@ def _params(
         num_logprobs=body.num_logprobs,
         seed=sampling.sampling_seed,
     )
-    return sampling_params(sampling, service.model.defaults, limits)
+    return sampling_params(sampling, service.model.defaults, limits, grammar_of(sampling))
 
 
 def _sessions(service: Service, sampling: NativeSampling) -> Any:

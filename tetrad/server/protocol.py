@@ -19,6 +19,7 @@ from pydantic import (
 from tetrad.server.arrival import LONGEST_TIMEOUT_S
 from tetrad.server.bodies import Accepted, Body, OpenBody
 from tetrad.server.chat_template import RESERVED
+from tetrad.server.constraints import ConstraintFields, OpenAIConstraintFields
 from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
 from tetrad.server.turns import Message, ReasoningSwitch, ThinkingSwitch
 
@@ -67,15 +68,7 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-def _refuse_grammar(value: Any) -> None:
-    if value is not None:
-        raise ValueError("constrained output is not supported yet; leave this field out")
-
-
-Grammar = Annotated[Any, AfterValidator(_refuse_grammar)]
-
-
-class SamplingFields(ForeignSampling):
+class SamplingFields(ConstraintFields, ForeignSampling):
     """Sampling fields that OpenAI's routes and SGLang's share. None: the server's default."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -92,11 +85,6 @@ class SamplingFields(ForeignSampling):
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)
-
-    regex: Grammar = None
-    ebnf: Grammar = None
-    json_schema: Grammar = None
-    structural_tag: Grammar = None
 
     @property
     def keeps_stop(self) -> bool:
@@ -127,11 +115,7 @@ class StreamOptions(Body):
     include_obfuscation: Accepted = None
 
 
-class ResponseFormat(Body):
-    type: str
-
-
-class OpenAIBody(SamplingFields, NamedBody, ForeignOpenAI):
+class OpenAIBody(OpenAIConstraintFields, SamplingFields, NamedBody, ForeignOpenAI):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -140,24 +124,9 @@ class OpenAIBody(SamplingFields, NamedBody, ForeignOpenAI):
     seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     priority: Priority | None = None
     timeout: Seconds | None = None
     include_stop_str_in_output: bool | None = None
-    guided_json: Grammar = None
-    guided_regex: Grammar = None
-    guided_choice: Grammar = None
-    guided_grammar: Grammar = None
-    guided_decoding_backend: Accepted = None
-    guided_whitespace_pattern: Grammar = None
-    structured_outputs: Grammar = None
-
-    @field_validator("response_format")
-    @classmethod
-    def _free_text(cls, value: ResponseFormat | None) -> ResponseFormat | None:
-        if value is not None and value.type != "text":
-            raise ValueError(f'type "{value.type}" is not supported yet; "text" is')
-        return value
 
     @property
     def keeps_stop(self) -> bool:
@@ -186,6 +155,13 @@ class Tool(OpenBody):
     function: Function
 
 
+def _named_tool(choice: dict[str, Any]) -> str:
+    """OpenAI's chat nests the name, its responses do not."""
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 class ChatBody(OpenAIBody, ForeignChat):
     """POST /v1/chat/completions."""
 
@@ -199,7 +175,7 @@ class ChatBody(OpenAIBody, ForeignChat):
     reasoning: ReasoningSwitch | None = None
     thinking: ThinkingSwitch | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    parallel_tool_calls: Accepted = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     separate_reasoning: bool | None = None
@@ -228,9 +204,20 @@ class ChatBody(OpenAIBody, ForeignChat):
 
     @field_validator("tool_choice")
     @classmethod
-    def _free_choice(cls, value: Any) -> Any:
-        if value not in (None, "none", "auto"):
-            raise ValueError('should be "none" or "auto"; forcing a call is not supported yet')
+    def _known_choice(cls, value: Any, info: ValidationInfo) -> Any:
+        if value in (None, "none", "auto"):
+            return value
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if isinstance(value, dict):
+            if (name := _named_tool(value)) not in names:
+                raise ValueError(f"names {name!r}, which is none of tools")
+        elif value != "required":
+            raise ValueError(
+                'should be "none", "auto", "required" or '
+                '{"type": "function", "function": {"name": "..."}}'
+            )
+        elif not names:
+            raise ValueError('"required" needs tools')
         return value
 
     @field_validator("functions", "function_call")
@@ -265,6 +252,13 @@ class ChatBody(OpenAIBody, ForeignChat):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def forced_tool(self) -> str | None:
+        """Name of the tool that must be called; "" if any must, None if none needs to be."""
+        if isinstance(self.tool_choice, dict):
+            return _named_tool(self.tool_choice)
+        return "" if self.tool_choice == "required" else None
 
     @property
     def active_tools(self) -> list[dict[str, Any]]:

@@ -1,14 +1,15 @@
-"""Reasoning apart from the answer, in a text that arrives in pieces (GLM-4.5 and later).
+"""Reasoning apart from the answer, in a text that arrives in pieces.
 
-    reasoning…</think>answer          when the prompt ended with <think>
+    reasoning…</think>answer          when the prompt ended with <think>, or DeepSeek-R1 writes
     <think>reasoning…</think>answer   when the model opens it itself
-    reasoning…<tool_call>…            a tool call ends the reasoning as well
+    reasoning…<tool_call>…            a tool call ends GLM's reasoning as well
 
 White space around the markers belongs to the format, not to the reasoning or the answer.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from tetrad.server.markers import first_marker, held_suffix
@@ -19,18 +20,50 @@ MARKERS = (OPEN, CLOSE)
 Piece = tuple[Literal["reasoning", "content"], str]
 
 
-def starts_inside(prompt: str) -> bool:
-    """Whether the output of this rendered prompt begins inside the reasoning."""
-    return prompt.rstrip().endswith(OPEN)
+Start = Literal["inside", "after", "undecided"]
+"""Where an output begins; undecided: the model may open the reasoning itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """One of SGLang's `--reasoning-parser`."""
+
+    call_ends: bool = False
+    """Does a tool call end the reasoning?"""
+    is_forced: bool = False
+    """Does every output begin inside the reasoning, unless the prompt has closed it?"""
+
+    def start(self, prompt: str) -> Start:
+        """Where the output of this rendered prompt begins."""
+        end = prompt.rstrip()
+        if end.endswith(CLOSE):
+            return "after"
+        return "inside" if end.endswith(OPEN) or self.is_forced else "undecided"
+
+
+REASONING_FORMATS = {
+    "glm45": ReasoningFormat(call_ends=True),
+    "deepseek-r1": ReasoningFormat(is_forced=True),
+    "qwen3": ReasoningFormat(),
+}
+
+
+def guessed_format(template: str) -> str | None:
+    """By what a chat template writes; None if it writes no reasoning that is known."""
+    if OPEN not in template and CLOSE not in template:
+        return None
+    return "glm45" if "<arg_key>" in template else "qwen3"
 
 
 class ReasoningParser:
     """Feed text, get pieces of reasoning and content in order."""
 
-    def __init__(self, *, inside: bool) -> None:
-        self._phase: Literal["undecided", "inside", "after"] = "inside" if inside else "undecided"
+    def __init__(self, form: ReasoningFormat, start: Start) -> None:
+        self._ends = (CLOSE, TOOL_CALL) if form.call_ends else (CLOSE,)
+        self._phase: Start = start
+        self._may_repeat_open = form.is_forced and start == "inside"
         self._buffer = ""
-        self._skip_space = inside
+        self._skip_space = start == "inside"
 
     @property
     def inside(self) -> bool:
@@ -43,7 +76,7 @@ class ReasoningParser:
         pieces: list[Piece] = []
         if self._phase == "undecided":
             self._decide()
-        if self._phase == "inside":
+        if self._phase == "inside" and not self._waits_for_open():
             pieces += self._reasoning()
         if self._phase == "after":
             pieces += self._take("content", len(self._buffer))
@@ -61,10 +94,21 @@ class ReasoningParser:
         elif not OPEN.startswith(text):
             self._phase = "after"
 
+    def _waits_for_open(self) -> bool:
+        """The model may open what is open already: that marker is dropped."""
+        if self._may_repeat_open:
+            text = self._buffer.lstrip()
+            if not text.startswith(OPEN) and OPEN.startswith(text):
+                return True
+            self._may_repeat_open = False
+            if text.startswith(OPEN):
+                self._buffer = text.removeprefix(OPEN)
+        return False
+
     def _reasoning(self) -> list[Piece]:
-        found = first_marker(self._buffer, (CLOSE, TOOL_CALL))
+        found = first_marker(self._buffer, self._ends)
         if found is None:
-            held = held_suffix(self._buffer, (CLOSE, TOOL_CALL))
+            held = held_suffix(self._buffer, self._ends)
             return self._take("reasoning", len(self._buffer) - held)
         at, marker = found
         pieces = self._take("reasoning", at)

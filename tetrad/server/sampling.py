@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tetrad.core.errors import CheckpointError, RequestError
 from tetrad.core.jsonfile import read_json_object
-from tetrad.core.request import SamplingParams
+from tetrad.core.request import Grammar, SamplingParams
 from tetrad.server.protocol import SamplingFields
 
 GREEDY_BELOW = 1e-5
@@ -53,7 +53,10 @@ class AnswerLimits:
 
 
 def sampling_params(
-    body: SamplingFields, defaults: SamplingDefaults, limits: AnswerLimits
+    body: SamplingFields,
+    defaults: SamplingDefaults,
+    limits: AnswerLimits,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Ranges were checked with the body; what depends on the model is the engine's to refuse."""
     if limits.min_new_tokens > limits.max_new_tokens:
@@ -78,6 +81,7 @@ def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=limits.num_logprobs,
+        grammar=grammar,
     )
 
 

@@ -18,7 +18,7 @@ from tetrad.server.logprobs import TokenEntry
 from tetrad.server.reasoning import Piece, ReasoningParser
 from tetrad.server.stops import StopMatcher
 from tetrad.server.text import Detokenizer, Tokenizer
-from tetrad.server.tools import Event, ToolDelta, ToolParser
+from tetrad.server.tool_events import Event, ToolDelta, ToolParser
 
 
 class GenerationError(TetradError):

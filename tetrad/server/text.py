@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from tetrad.core.errors import CheckpointError
+from tetrad.core.token_bytes import bytes_of
 
 
 class Tokenizer:
@@ -72,7 +73,7 @@ class Tokenizer:
             return known
         told = token_id % self.vocab_size if self._is_lent else token_id
         token = self._tokenizer.id_to_token(told)
-        found = _bytes_of(token or "")
+        found = bytes_of(token or "")
         # Ids may come from a client: only so many are kept as there are tokens.
         if token is not None and told == token_id:
             self._bytes[token_id] = found
@@ -107,24 +108,3 @@ def _decoder_kind(tokenizer: tokenizers.Tokenizer) -> str:
     if tokenizer.decoder is None:
         return "none"
     return str(json.loads(tokenizer.decoder.__getstate__())["type"])
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2: printable Latin-1 stands for itself, every other byte for
-    the next character from U+0100 on, so that no token contains a space or a control character."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return table
-
-
-_BYTES = _byte_of_character()
-
-
-def _bytes_of(token: str) -> bytes:
-    """A token with a character outside the alphabet was added by hand: it stands for itself."""
-    try:
-        return bytes([_BYTES[character] for character in token])
-    except KeyError:
-        return token.encode()

@@ -35,6 +35,14 @@ def argument_kinds(parameters: Any, key: str) -> frozenset[str]:
     return ANY
 
 
+def argument_choices(parameters: Any, key: str) -> list[Any]:
+    """What argument `key` may be if a tool's `parameters` list it; else nothing."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    values = schema.get("enum") if isinstance(schema, dict) else None
+    return values if isinstance(values, list) else []
+
+
 def _look(schema: Any, root: dict[str, Any]) -> tuple[frozenset[str], list[Any]]:
     """The types that `schema` names, or the schemas that name them; neither if it is silent."""
     if not isinstance(schema, dict):

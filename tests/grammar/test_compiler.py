@@ -1,0 +1,136 @@
+"""Grammars are compiled elsewhere, within limits, and once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.grammar.conftest import SOURCE, Compile, make_compiler
+from tetrad.grammar import compiler as compiler_module
+from tetrad.grammar.compiler import Compiled, Compiler, Refused
+from tetrad.grammar.foundry import _epitaph
+from tetrad.grammar.vocabulary import VocabularySource, read_vocabulary
+
+FINE = {
+    "regex": r"\d{3}-[a-c]+",
+    "json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}}',
+    "ebnf": 'root ::= "yes" | "no"',
+    "lark": 'start: "a" | "b"',
+    "structural_tag": '{"type": "structural_tag", "format": {"type": "any_text"}}',
+}
+DEEP = '{"type":"object","properties":{"a":' * 400 + "{}" + "}}" * 400
+BAD = [
+    ("regex", "(a", "parenthesis is not closed"),
+    ("regex", "(" * 3000 + "a" + ")" * 3000, "."),
+    ("ebnf", "root ::= foo", '"foo" is not defined'),
+    ("ebnf", "x ::= [", "."),
+    ("ebnf", 'root ::= root root | "a" | "b" | [a-z]', "too long to follow"),
+    ("ebnf", "root ::= a a a a a\na ::= a a | [a-z ]*", "too long to follow"),
+    ("lark", "x", "."),
+    ("json_schema", "nonsense", "parse JSON"),
+    ("json_schema", '{"type": "strng"}', 'Unsupported type "strng"'),
+    ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum greater"),
+    ("json_schema", '{"enum": []}', "must not be empty"),
+    ("json_schema", "false", "cannot accept any value"),
+    ("json_schema", '{"$ref": "#"}', "Circular"),
+    ("json_schema", '{"$ref": "#/$defs/gone"}', "."),
+    ("json_schema", DEEP, "longer than 1 s|too large"),
+    ("json_schema", json.dumps({"enum": [f"v{i}" for i in range(14_000)]}), "longer|too large|GiB"),
+    ("structural_tag", '{"a": 1}', "format"),
+    ("structural_tag", "{}}", "."),
+]
+
+
+@pytest.mark.parametrize("kind", FINE)
+def test_what_means_something_compiles(compiled: Compile, kind: str):
+    assert isinstance(compiled(kind, FINE[kind]), Compiled)
+
+
+@pytest.mark.parametrize(("kind", "text", "reason"), BAD, ids=range(len(BAD)))
+def test_what_does_not_is_refused_with_a_reason(
+    compiled: Compile, kind: str, text: str, reason: str
+):
+    outcome = compiled(kind, text)
+    assert isinstance(outcome, Refused)
+    assert not outcome.is_ours
+    assert 0 < len(outcome.reason) <= 300
+    assert ".cc:" not in outcome.reason
+    assert re.search(reason, outcome.reason), outcome.reason
+
+
+def test_the_same_grammar_is_compiled_once(compiler: Compiler, compiled: Compile):
+    first = compiled("regex", "a|b")
+    assert compiler.ask("regex", "a|b") == first.key  # type: ignore[union-attr]
+    assert compiler.ask("ebnf", "a|b") != first.key  # type: ignore[union-attr]
+
+
+def test_others_are_not_held_up_by_some_that_take_long(compiler: Compiler, compiled: Compile):
+    slow = [compiler.ask("json_schema", DEEP.replace('"a"', f'"{name}"')) for name in "bcd"]
+    assert isinstance(compiled("regex", "quick"), Compiled)
+    assert all(compiler.outcome(key or 0) is None for key in slow)
+
+
+def test_old_grammars_are_forgotten_but_not_those_in_use(
+    monkeypatch: pytest.MonkeyPatch, compiler: Compiler, compiled: Compile
+):
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 2)
+    kept = [compiled("regex", f"[{letter}]") for letter in "abcd"]
+    compiler.forget(frozenset({kept[0].key}))  # type: ignore[union-attr]
+    left = [compiler.outcome(one.key) for one in kept]  # type: ignore[union-attr]
+    assert left == [kept[0], None, kept[2], kept[3]]
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(kept[1].descriptor)  # type: ignore[union-attr]
+
+
+def test_who_waits_is_told_when_the_process_ends_and_the_next_starts_another():
+    compiler = make_compiler()
+    try:
+        key = compiler.ask("regex", "a")
+        assert key is not None
+        assert compiler._process is not None
+        os.kill(compiler._process.pid, signal.SIGKILL)
+        while (outcome := compiler.outcome(key)) is None:
+            compiler.look()
+        assert outcome == Refused(compiler_module.ENDED, is_ours=True)
+        compiler.forget(frozenset())
+        again = compiler.ask("regex", "a")
+        assert again is not None
+        while (outcome := compiler.outcome(again)) is None:
+            compiler.look()
+            time.sleep(0.01)
+        assert isinstance(outcome, Compiled)
+    finally:
+        compiler.stop()
+
+
+def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_module, "MAX_WAITING", 1)
+    compiler = make_compiler()
+    monkeypatch.setattr(compiler, "start", lambda: None)
+    assert compiler.ask("regex", "a") is not None
+    assert compiler.ask("regex", "b") is None
+    assert compiler.ask("regex", "a") is not None
+
+
+def test_what_ended_a_child_is_said():
+    assert "longer than" in _epitaph(signal.SIGPROF)
+    assert "longer than" in _epitaph(signal.SIGALRM)
+    assert "SIGSEGV" in _epitaph(signal.SIGSEGV)
+    assert "memory" in _epitaph(1 << 8)
+
+
+def test_control_tokens_and_rows_without_a_token_are_no_text():
+    known = read_vocabulary(SOURCE)
+    assert len(known) == 520
+    assert known[512:] == [b""] * 8
+    assert known[491:501] == [b""] * 10
+    assert known[502] == b"</think>"
+    assert b"{" in known
+    lent = read_vocabulary(VocabularySource(SOURCE.path, 1000, (1,), is_lent=True))
+    assert lent == (known[:512] * 2)[:1000]
+    assert len(read_vocabulary(VocabularySource(SOURCE.path, 100, (1,)))) == 100

@@ -1,0 +1,163 @@
+"""Masks allow what a plain search finds, and whoever takes too long loses only himself."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.grammar.conftest import SOURCE, Compile
+from tests.grammar.hasty_foundry import CRASHES, SLEEPS, SPINS
+from tetrad.grammar import masks as masks_module
+from tetrad.grammar.compiler import Compiled, Compiler
+from tetrad.grammar.layout import ALLOWED, DEAD_END, GIVEN_UP, REJECTED, mask_words
+from tetrad.grammar.masks import MaskMaker
+
+WORDS = ["red", "reddish", "green tea", "grün", "rot\n", "0"]
+NUM_ROWS = 6
+
+
+@pytest.fixture
+def maker(compiler: Compiler) -> Iterator[MaskMaker]:
+    made = MaskMaker(compiler, SOURCE.size, NUM_ROWS)
+    yield made
+    made.stop()
+
+
+def one_of(compiled: Compile, *words: str) -> Compiled:
+    elements = [{"type": "const_string", "value": word} for word in words]
+    tag = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
+    outcome = compiled("structural_tag", json.dumps(tag))
+    assert isinstance(outcome, Compiled)
+    return outcome
+
+
+def row_of(maker: MaskMaker, row: int) -> set[int]:
+    width = mask_words(SOURCE.size)
+    words = maker.rows[row * width : (row + 1) * width]
+    return {i for i in range(SOURCE.size) if words[i // 32] >> i % 32 & 1}
+
+
+def searched(vocabulary: list[bytes], words: list[str], said: bytes) -> set[int]:
+    """Tokens with which `said` remains the beginning of one of `words`, and end tokens where it is
+    one: the plain reference."""
+    texts = [word.encode() for word in words]
+    on = {
+        i
+        for i, token in enumerate(vocabulary)
+        if token and any(text.startswith(said + token) for text in texts)
+    }
+    return on | (set(SOURCE.end_ids) if said in texts else set())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_allow_what_a_plain_search_finds(
+    compiled: Compile, maker: MaskMaker, vocabulary: list[bytes], seed: int
+):
+    """Several answers side by side, some of which take part in a step and some not."""
+    draw = random.Random(seed)
+    grammar = one_of(compiled, *WORDS)
+    answers = {maker.open(grammar): b"" for _ in range(NUM_ROWS)}
+    news: dict[int, list[int]] = {number: [] for number in answers}
+    while answers:
+        taking_part = draw.sample(sorted(answers), draw.randint(1, len(answers)))
+        states = maker.fill([(number, news[number]) for number in taking_part])
+        assert states == [ALLOWED] * len(taking_part)
+        for row, number in enumerate(taking_part):
+            allowed = row_of(maker, row)
+            assert allowed == searched(vocabulary, WORDS, answers[number])
+            token = draw.choice(sorted(allowed))
+            if token in SOURCE.end_ids:
+                maker.close(number)
+                del answers[number]
+                continue
+            news[number] = [token]
+            answers[number] += vocabulary[token]
+
+
+def test_a_row_says_when_nothing_goes_on(compiled: Compile, maker: MaskMaker):
+    number = maker.open(one_of(compiled, "red"))
+    assert maker.fill([(number, [0])]) == [REJECTED]
+    control = compiled("regex", "[ab]\x7f?x")
+    assert isinstance(control, Compiled)
+    assert maker.fill([(maker.open(control), [])]) in ([ALLOWED], [DEAD_END])
+
+
+@pytest.mark.parametrize("what", [SPINS, CRASHES])
+def test_one_is_given_up_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: Compile,
+    maker: MaskMaker,
+    vocabulary: list[bytes],
+    what: int,
+):
+    monkeypatch.setattr(masks_module, "CPU_LIMIT_S", 0.1)
+    good, bad = one_of(compiled, *WORDS), one_of(compiled, f"bad {what}")
+    first, culprit, last = maker.open(good), maker.open(bad), maker.open(good)
+    start: list[tuple[int, list[int]]] = [(first, []), (culprit, []), (last, [])]
+    assert maker.fill(start) == [ALLOWED] * 3
+    r, g = vocabulary.index(b"r"), vocabulary.index(b"g")
+    states = maker.fill([(first, [r]), (culprit, [what]), (last, [g])])
+    assert states == [ALLOWED, GIVEN_UP, ALLOWED]
+    assert row_of(maker, 0) == searched(vocabulary, WORDS, b"r")
+    assert row_of(maker, 2) == searched(vocabulary, WORDS, b"g")
+    e = vocabulary.index(b"e")
+    assert maker.fill([(first, [e]), (last, [])]) == [ALLOWED] * 2
+    assert row_of(maker, 0) == searched(vocabulary, WORDS, b"re")
+    assert row_of(maker, 1) == searched(vocabulary, WORDS, b"g")
+    maker.close(culprit)  # as whoever was told does
+
+
+def test_who_only_waits_for_a_processor_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch, compiled: Compile, maker: MaskMaker
+):
+    monkeypatch.setattr(masks_module, "CPU_LIMIT_S", 0.1)
+    number = maker.open(one_of(compiled, "red"))
+    assert maker.fill([(number, [SLEEPS])]) == [REJECTED]
+
+
+def test_a_grammar_that_is_not_followed_any_more_is_dropped_at_last(
+    monkeypatch: pytest.MonkeyPatch, compiled: Compile, maker: MaskMaker
+):
+    monkeypatch.setattr(masks_module, "MAX_LOADED", 1)
+    for word in ("one", "two", "three", "one"):
+        number = maker.open(one_of(compiled, word))
+        assert maker.fill([(number, [])]) == [ALLOWED]
+        maker.close(number)
+    assert len(maker.keys) <= 2
+
+
+def test_a_row_takes_microseconds(compiled: Compile, maker: MaskMaker):
+    """A bound far above what it takes, so that a wait or a poll in the way is noticed."""
+    number = maker.open(one_of(compiled, *WORDS))
+    maker.fill([(number, [])])
+    took = []
+    for _ in range(50):
+        began = time.perf_counter()
+        maker.fill([(number, [])])
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[25] < 0.01
+
+
+def test_white_space_does_not_go_on_for_ever(
+    compiled: Compile, maker: MaskMaker, vocabulary: list[bytes]
+):
+    """After 16 tokens of it JSON must go on with a sign; where only white space matches it may."""
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    json_, spaces = compiled("json_schema", schema), compiled("regex", " {40}x")
+    assert isinstance(json_, Compiled)
+    assert isinstance(spaces, Compiled)
+    brace, space = vocabulary.index(b"{"), vocabulary.index(b" ")
+    blanks = {i for i, token in enumerate(vocabulary) if token and not token.strip()}
+    number, other = maker.open(json_), maker.open(spaces)
+    for count in range(20):
+        last = brace if count == 0 else space
+        is_allowed = count <= 16
+        states = maker.fill([(number, [last] if is_allowed else []), (other, [space])])
+        assert states == [ALLOWED, ALLOWED]
+        assert bool(row_of(maker, 0) & blanks) == (count < 16)
+        assert row_of(maker, 0) & {vocabulary.index(b'"')}
+        assert row_of(maker, 1) & blanks
