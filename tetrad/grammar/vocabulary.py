@@ -38,11 +38,11 @@ def read_vocabulary(source: VocabularySource) -> list[bytes]:
     rows without a token."""
     path = Path(source.path)
     named = _of_gguf(path) if is_gguf(path) else _of_tokenizer(path)
-    known = [b""] * max(*named.keys(), source.size - 1, 0) + [b""]
+    num_known = 1 + max(named)
+    known = [b""] * max(num_known, source.size)
     for token_id, name in named.items():
         known[token_id] = bytes_of(name)
     if source.is_lent:
-        num_known = 1 + max(named)
         return [known[token_id % num_known] for token_id in range(source.size)]
     return known[: source.size]
 
