@@ -184,12 +184,12 @@ async def test_a_storm_that_exhausts_the_cache_loses_nobody(tmp_path):
 JUMPING = """
 import time
 _wall, _began = time.time, time.monotonic()
-time.time = lambda: _wall() + (-1e8 if int(2 * (time.monotonic() - _began)) % 2 else 1e8)
+time.time = lambda: _wall() - 1e5 * (time.monotonic() - _began)
 """
 
 
 async def test_a_clock_that_jumps_matters_to_nothing(tmp_path, monkeypatch):
-    """Three years forth and back twice a second, in every process."""
+    """A day back every second, in every process."""
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
     with serving(tmp_path, *TWO, "--watchdog-timeout", "30") as server:
