@@ -21,6 +21,7 @@ from tetrad.engine.forecast import (
     STEP_UP,
     Forecast,
     Growth,
+    Outlook,
     peak_pages,
 )
 from tetrad.engine.scheduler import Scheduler
@@ -198,6 +199,33 @@ def test_the_peak_is_near_what_comes_token_by_token(growths: list[Growth]):
     assert found <= most + len(growths)
 
 
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 300)), min_size=2, max_size=12))
+@settings(deadline=None)
+def test_what_is_known_from_earlier_newcomers_changes_no_answer(sizes: list[tuple[int, int]]):
+    """One after another come in; each time every number of free pages is answered like the peak."""
+    forecast = Forecast()
+    sequences = [
+        sequence(most, 0, ends=number % 2 > 0, prompt=prompt)
+        for number, (prompt, most) in enumerate(sizes)
+    ]
+    outlook = Outlook(forecast, sequences[:1])
+    for number, newcomer in enumerate(sequences[1:], start=1):
+        growths = [*map(forecast.growth, sequences[:number]), forecast.growth(newcomer, 0)]
+        peak = peak_pages(growths)
+        for num_free in range(peak + 4):
+            assert outlook.has_room_for(newcomer, 0, num_free) == (peak <= num_free)
+        outlook.add(newcomer)
+
+
+def test_nobody_looks_for_the_peak_where_all_have_room(monkeypatch: pytest.MonkeyPatch):
+    """Letting in n beside n others took n sorts of n."""
+    monkeypatch.setattr("tetrad.engine.forecast.peak_pages", None)
+    outlook = Outlook(Forecast(), [sequence(100, 0)])
+    for _ in range(50):
+        assert outlook.has_room_for(sequence(100, 0), 0, 1000)
+        outlook.add(sequence(100, 0))
+
+
 def test_one_after_the_other_needs_less_than_all_at_once():
     long = Growth(640, 64, 1, 1)
     short = Growth(64, 640, 10, 10)
@@ -206,8 +234,8 @@ def test_one_after_the_other_needs_less_than_all_at_once():
     assert peak_pages([long, short]) == 3, "the long one grows into what the short one gives back"
 
 
-def sequence(most: int, generated: int, *, ends: bool = True) -> Sequence:
-    request = make_request("a", 10, most, ignore_eos=not ends)
+def sequence(most: int, generated: int, *, ends: bool = True, prompt: int = 10) -> Sequence:
+    request = make_request("a", prompt, most, ignore_eos=not ends)
     found = Sequence(request, 0, 0, frozenset({EOS} if ends else ()))
     found.token_ids += [0] * generated
     return found

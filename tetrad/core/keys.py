@@ -18,21 +18,26 @@ SCALE_BLOCK = 128
 SCALE_BYTES = 4
 ROTARY_BYTES = 2
 """Of a rotary number beside FP8 codes, which stays bf16: it carries the position."""
-LEAST_EXPANDED = 256
-"""Tokens of a prompt from which on attention expands its keys and values. Fewer operations it takes
-from the first on; below this, what it saves is less than launching a prompt by itself takes."""
+LEAST_EXPANDED = 1024
+"""Tokens of a whole prompt from which on attention expands its keys and values. Fewer operations
+it takes from the first on; below this, writing and reading them takes longer than what it saves."""
 
 
-def is_expanded(query_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:
-    """Does attention of such a step, in which every key is read, expand keys and values?
+def num_expanded(query_lens: Sequence[int], kv_lens: Sequence[int], longest: int) -> int:
+    """Sequences at the end of a step whose keys and values attention expands: prompts of which
+    nothing was cached before, neither short nor longer than the `longest` that attention reads.
 
     For a pair of a query and a key, a head of GLM-5 takes 2 (2 C + R) = 2176 operations with
     latents and 2 (N + R + O) = 1024 with keys and values. Expanding these for a token takes
     2 C (N + O), just what it takes to absorb both matrices into its query and its result. So whole
     prompts gain; what reads keys of earlier steps would expand them again, and does not.
     """
-    pairs = zip(query_lens, kv_lens, strict=True)
-    return all(query_len == kv_len >= LEAST_EXPANDED for query_len, kv_len in pairs)
+    found = 0
+    for query_len, kv_len in zip(reversed(query_lens), reversed(kv_lens), strict=True):
+        if not LEAST_EXPANDED <= query_len == kv_len <= longest:
+            break
+        found += 1
+    return found
 
 
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")

@@ -151,11 +151,7 @@ class RehearsedExchange:
         torch.index_select(self._local, 0, ids.flatten(), out=own)
         num_bytes = x.nbytes + ids.nbytes + weights.nbytes
         stage.traffic.add("dispatch", (stage.ranks.attn_dp - 1) * num_bytes)
-        rows, all_weights = stage.view(stage._rows, num_own), stage.view(self._weights, num_own)
-        # as one type, so that both are one launch
-        own_parts = [part[-num_own:].view(torch.int32) for part in (rows, all_weights)]
-        torch._foreach_copy_(own_parts, [part.view(torch.int32) for part in (x, weights)])
-        return rows, all_ids, all_weights
+        return stage.with_own(stage._rows, x), all_ids, stage.with_own(self._weights, weights)
 
     def combine(self, y: Tensor) -> Tensor:
         """The rank's own part of its own rows; priced as a reduce-scatter over all ranks and, where

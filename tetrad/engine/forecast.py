@@ -124,3 +124,36 @@ def peak_pages(growths: Iterable[Growth]) -> int:
         grown = all_tokens + count * (remaining + HALF_PAGE)
         most = max(most, grown // PAGE_TOKENS - all_pages - given_back)
     return most
+
+
+class Outlook:
+    """What those that run will need together, for several newcomers one after another."""
+
+    def __init__(self, forecast: Forecast, running: Iterable[Sequence]) -> None:
+        self._growth = forecast.growth
+        self._growths = list(map(self._growth, running))
+        self._most = sum(map(_most_tokens, self._growths))
+
+    def add(self, sequence: Sequence) -> None:
+        """One more runs."""
+        growth = self._growth(sequence)
+        self._growths.append(growth)
+        self._most += _most_tokens(growth)
+
+    def has_room_for(self, newcomer: Sequence, num_found: int, num_free: int) -> bool:
+        """With one that would share `num_found` pages, will at most `num_free` be needed beyond
+        those that all hold now?
+
+        The peak is found by sorting all; but where there is room even if each reaches its own
+        largest size at the same moment, as nearly always, nobody needs to look for it.
+        """
+        growth = self._growth(newcomer, num_found)
+        if self._most + _most_tokens(growth) <= num_free * PAGE_TOKENS:
+            return True
+        return peak_pages([*self._growths, growth]) <= num_free
+
+
+def _most_tokens(growth: Growth) -> int:
+    """What it takes at its end beyond what it holds, in tokens: as `peak_pages` counts them."""
+    grown = growth.tokens + growth.remaining + HALF_PAGE
+    return max(0, grown - growth.pages * PAGE_TOKENS)

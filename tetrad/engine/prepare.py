@@ -3,7 +3,7 @@ kind are computed once, decode steps are recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from tetrad.core.arch import ModelArch
 from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
-from tetrad.core.keys import is_expanded
+from tetrad.core.keys import num_expanded
 from tetrad.core.llama_arch import LlamaArch
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork, StepPlan
@@ -52,10 +52,8 @@ def prepare(
         return Prepared()
     scratch_page = limits.num_pages
     topk = arch.indexer.topk if isinstance(arch, ModelArch) else limits.context_tokens
-    peak_bytes = _activation_bytes(runner, limits, scratch_page)
-    for plan in prompt_steps(limits, topk, scratch_page):
-        say(f"trying a prompt step of {plan.num_tokens} tokens")
-        runner.launch(plan).wait()
+    tried = prompt_steps(limits, topk, scratch_page)
+    peak_bytes = _activation_bytes(runner, [largest_step(limits, scratch_page), *tried], say)
     if isinstance(arch, LlamaArch) and not config.disable_cuda_graph:
         say(f"decode steps of {arch.model_type} run without CUDA graphs")
     if config.disable_cuda_graph or isinstance(arch, LlamaArch):
@@ -98,23 +96,24 @@ def without_effect(config: ServeConfig, device_kind: str) -> list[str]:
 
 
 def prompt_steps(limits: Limits, topk: int, scratch_page: int) -> Iterator[StepPlan]:
-    """Steps of 1, 2, 4, ... tokens up to the budget, twice each: whole prompts that are read whole,
-    sampled greedily, and a chunk behind more keys than the `topk` that attention reads. Where the
-    former expand their keys, also as prompts of which a token is cached, which do not.
+    """Steps of 1, 2, 4, ... tokens and of the whole budget, twice each: whole prompts that are read
+    whole, sampled greedily, and a chunk behind more keys than the `topk` that attention reads.
+    Where the former expand their keys, also as prompts of which a token is cached, which do not.
 
     Kernels are compiled when a step first needs them, for ten seconds some of them, and which they
     are follows from a step's size and kind: no request is to wait for that.
     """
     context = min(limits.context_tokens, limits.cache_tokens)
     longest = min(topk, context)
-    for power in range(limits.step_tokens.bit_length()):
-        num_tokens = 1 << power
+    powers = [1 << power for power in range((limits.step_tokens - 1).bit_length())]
+    for num_tokens in (*powers, limits.step_tokens):
         num_whole, rest = divmod(num_tokens, longest)
         sizes = [(longest, 0)] * num_whole + [(rest, 0)] * (rest > 0)
         if len(sizes) <= limits.max_running_requests:
             yield _step(sizes, scratch_page, SamplingParams(temperature=0.0))
-            if is_expanded(*zip(*((n, n) for n, _ in sizes), strict=True)):
-                yield _step([(n - 1, 1) for n, _ in sizes], scratch_page)
+            lens = [n for n, _ in sizes]
+            if num_expanded(lens, lens, topk):
+                yield _step([(n - 1, 1) for n in lens], scratch_page)
         if topk + num_tokens <= context:
             yield _step([(num_tokens, topk)], scratch_page)
 
@@ -147,14 +146,17 @@ def _step(
     )
 
 
-def _activation_bytes(runner: Runner, limits: Limits, scratch_page: int) -> int:
+def _activation_bytes(runner: Runner, plans: Sequence[StepPlan], say: Callable[[str], None]) -> int:
+    """Most that any of these steps takes beside what is held."""
     held_bytes = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    try:
-        runner.launch(largest_step(limits, scratch_page)).wait()
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"A step of {limits.step_tokens} tokens does not fit beside weights and cache; lower "
-            f"--mem-fraction-static or --chunked-prefill-size."
-        ) from error
+    for plan in plans:
+        say(f"trying a step of {plan.num_tokens} tokens")
+        try:
+            runner.launch(plan).wait()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"A step of {plan.num_tokens} tokens does not fit beside weights and cache; lower "
+                f"--mem-fraction-static or --chunked-prefill-size."
+            ) from error
     return torch.cuda.max_memory_allocated() - held_bytes

@@ -37,7 +37,7 @@ from tetrad.core.request import Finish, Request, RequestOutput
 from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
 from tetrad.engine.admission import Limits, check_request, end_ids
 from tetrad.engine.blocks import PagePool, pages_for
-from tetrad.engine.forecast import Forecast, peak_pages
+from tetrad.engine.forecast import Forecast, Outlook
 from tetrad.engine.line import WaitingLine
 from tetrad.engine.prefix import PrefixCache, extend_names
 from tetrad.engine.sequence import Sequence
@@ -87,6 +87,7 @@ class Scheduler:
         self.counters = Counters()
         self.forecast = Forecast(conservativeness)
         self._refused: tuple[Sequence, int] | None = None
+        self._outlook: Outlook | None = None  # of those that run, once it has been asked for
         """Who was not let in with how many pages shared, as long as nobody has ended since: growth
         makes no room."""
         self._draw_seed = draw_seed
@@ -151,6 +152,7 @@ class Scheduler:
         """Plan the next step; takes the pages it needs. Earlier steps need not be applied yet: what
         they sample is PENDING. Empty if there is no work but to apply them."""
         planned: Planned = []
+        self._outlook = None
         self._displace()
         budget = self._continue_running(planned, self.limits.step_tokens)
         self._admit_waiting(planned, budget)
@@ -245,7 +247,9 @@ class Scheduler:
         self.cache.check([page for s in self.running for page in s.pages])
 
     def _commit(self, planned: Planned) -> StepPlan:
-        """From here on the step's tokens count as computed."""
+        """From here on the step's tokens count as computed. Prompts from their first token on come
+        last, the longest at the end: attention computes those there apart."""
+        planned.sort(key=lambda pair: 0 if pair[1].start else len(pair[1].token_ids))
         if planned:
             self._planned.append(planned)
         return StepPlan(tuple(work for _, work in planned))
@@ -268,18 +272,16 @@ class Scheduler:
     def _has_pages(self, sequence: Sequence) -> bool:
         """Make sure its known tokens have slots; False if no page is to be had."""
         missing = pages_for(sequence.num_total) - len(sequence.pages)
-        if missing <= 0:
-            return True
-        if missing > self.cache.num_available:
-            return False
-        sequence.pages += tuple(self.cache.allocate(missing))
-        return True
+        if missing > 0 and missing <= self.cache.num_available:
+            sequence.pages += tuple(self.cache.allocate(missing))
+            missing = 0
+        return missing <= 0
 
     def _preempt_last(self) -> None:
         sequence = self.running.pop()
         self.cache.release(sequence.forget_computed())
         sequence.num_preemptions += 1
-        self._refused = None
+        self._refused = self._outlook = None
         self.waiting.put_back(sequence)
 
     def _displace(self) -> None:
@@ -301,6 +303,7 @@ class Scheduler:
             self.counters.preemptions += 1
 
     def _admit_waiting(self, planned: Planned, budget: int) -> None:
+        self._outlook = None
         while self.waiting and budget > 0:
             found = self._room_for(self.waiting.first)
             if found is None:
@@ -309,6 +312,8 @@ class Scheduler:
             self._admit(sequence, found)
             insort(self.running, sequence, key=lambda other: other.place)
             budget -= plan_work(sequence, budget, planned)
+            if self._outlook is not None:
+                self._outlook.add(sequence)
 
     def _room_for(self, sequence: Sequence) -> list[int] | None:
         """The pages it would share if it came in now; None if it may not. Leaves one page for each
@@ -320,11 +325,13 @@ class Scheduler:
         found = self._find_prefix(sequence)
         missing = pages_for(sequence.num_known) - len(found)
         available = self.cache.num_available - self.cache.num_idle_among(found)
-        if missing + len(self.running) > available:
+        is_refused = (sequence, len(found)) == self._refused
+        if missing + len(self.running) > available or (is_refused and self.running):
             return None
-        if self.running and (sequence, len(found)) == self._refused:
-            return None
-        if self.running and self._peak_with(sequence, len(found)) > available:
+        if not self.running:
+            return found
+        self._outlook = self._outlook or Outlook(self.forecast, self.running)
+        if not self._outlook.has_room_for(sequence, len(found), available):
             self._refused = (sequence, len(found))
             return None
         return found
@@ -341,11 +348,6 @@ class Scheduler:
             sequence.queue_s = time.monotonic() - sequence.added_at
             self.counters.prompt_tokens += sequence.num_prompt
             self.counters.cached_tokens += sequence.num_computed
-
-    def _peak_with(self, newcomer: Sequence, num_found: int) -> int:
-        """Most pages beyond those held now, if it ran beside the others."""
-        growth = self.forecast.growth
-        return peak_pages([*map(growth, self.running), growth(newcomer, num_found)])
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Cached pages of its known tokens. Never all of them: the last token is always computed,
@@ -394,7 +396,7 @@ class Scheduler:
         """Let it go, and its pages: what steps in flight write there comes before what later steps
         write, as the device computes them in order."""
         (self.running if sequence.pages else self.waiting).remove(sequence)
-        self._refused = None
+        self._refused = self._outlook = None
         del self._live[sequence.request.rid]
         self._own_rids.remove(sequence.request.own_rid)
         self.cache.release(sequence.forget_computed())

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from tetrad.core.keys import num_expanded
 from tetrad.kernels.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class WholePrompts:
+    """The sequences at the end of a step of which nothing was cached before."""
+
+    first_row: int
+    """Their tokens are the rows from there on."""
+    starts: Tensor
+    """[P + 1] int32: where each begins, counted from `first_row`; the end of the last."""
+    lens: tuple[int, ...]
+    """Host twin: tokens of each."""
+    before: Ragged
+    """The other sequences, of rows up to `first_row`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class ForwardBatch:
     """Host twin of kv_lens, or numbers that these will never exceed."""
     num_real: Tensor | None = None
     """[1] int64: rows from there on are padding. None: there is none."""
+    _whole: dict[int, WholePrompts | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def is_padding(self) -> Tensor | None:
@@ -54,3 +70,27 @@ class ForwardBatch:
         return Ragged(
             self.query_start, self.kv_lens, self.page_table, self.query_lens, self.kv_lens_host
         )
+
+    def whole_prompts(self, longest: int) -> WholePrompts | None:
+        """Those whose keys and values are expanded, of at most `longest` tokens; None if there are
+        none. Found once for all layers, on the host."""
+        if longest not in self._whole:
+            self._whole[longest] = self._find_whole(longest)
+        return self._whole[longest]
+
+    def _find_whole(self, longest: int) -> WholePrompts | None:
+        count = num_expanded(self.query_lens, self.kv_lens_host, longest)
+        if not count:
+            return None
+        first = len(self.query_lens) - count
+        lens = self.query_lens[first:]
+        starts = self.query_start[first:]
+        before = Ragged(
+            self.query_start[: first + 1],
+            self.kv_lens[:first],
+            self.page_table[:first],
+            self.query_lens[:first],
+            self.kv_lens_host[:first],
+        )
+        first_row = sum(self.query_lens) - sum(lens)
+        return WholePrompts(first_row, starts - first_row if first else starts, lens, before)

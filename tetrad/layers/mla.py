@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tetrad.core.arch import ModelArch
+from tetrad.kernels.ragged import Ragged
 from tetrad.layers import expanded
-from tetrad.layers.batch import ForwardBatch
+from tetrad.layers.batch import ForwardBatch, WholePrompts
 from tetrad.layers.cache import KvCache
 from tetrad.layers.indexer import KEY_NORM_EPS, Indexer
 from tetrad.layers.linear import JoinedLinears, Linear
@@ -31,6 +32,7 @@ class MlaAttention:
     def __init__(self, arch: ModelArch, layer: int, source: WeightSource) -> None:
         mla = arch.mla
         self.arch, self.layer, self.ops = mla, layer, source.ops
+        self.topk = arch.indexer.topk
         self.index_interleaved = arch.indexer.rope_interleaved
         self.indexer: Indexer | None = None
         self.front = self._front(arch, source)
@@ -105,14 +107,41 @@ class MlaAttention:
             weights = of_index[1] if len(of_index) > 1 else None
             selected = self.indexer(x, weights, q_latent, batch, rotation, index_pool)
         q = self.q_b(q_latent).view(-1, mla.num_heads, mla.nope_dim + mla.rope_dim)
-        if expanded.reads_expanded(batch, selected):
-            turned = self.ops.rope(q[..., mla.nope_dim :], *rotation, True)
-            whole = torch.cat([q[..., : mla.nope_dim], turned], dim=-1)
-            values = expanded.attend(whole, self.w_uk, self.w_uv, batch, pool, mla)
+        whole = batch.whole_prompts(self.topk)
+        if whole is None:
+            values = self._over_latents(q, rotation, batch.ragged, selected, pool)
         else:
-            queries = self.ops.absorb(q, self.w_uk, *rotation)
-            attended = self.ops.mla(
-                queries, pool, batch.ragged, selected, mla.softmax_scale, mla.kv_lora_rank
-            )
-            values = self.ops.head_linear(attended, self.w_uv)
+            values = self._over_expanded(q, rotation, batch, whole, pool)
+            if (rows := whole.first_row) > 0:
+                before = Rotation(rotation.cos[:rows], rotation.sin[:rows])
+                chosen = None if selected is None else selected[:rows]
+                others = self._over_latents(q[:rows], before, whole.before, chosen, pool)
+                values = torch.cat([others, values])
         return self.o(values.flatten(1)), selected
+
+    def _over_latents(
+        self,
+        q: Tensor,
+        rotation: Rotation,
+        ragged: Ragged,
+        selected: Tensor | None,
+        pool: Tensor,
+    ) -> Tensor:
+        """q [T, H, N + R] to [T, H, O]."""
+        mla = self.arch
+        queries = self.ops.absorb(q, self.w_uk, *rotation)
+        attended = self.ops.mla(
+            queries, pool, ragged, selected, mla.softmax_scale, mla.kv_lora_rank
+        )
+        values: Tensor = self.ops.head_linear(attended, self.w_uv)
+        return values
+
+    def _over_expanded(
+        self, q: Tensor, rotation: Rotation, batch: ForwardBatch, whole: WholePrompts, pool: Tensor
+    ) -> Tensor:
+        """The rows of `whole` of q [T, H, N + R], which are rotated in place, to [T', H, O]."""
+        mla, rows = self.arch, slice(whole.first_row, None)
+        q = q[rows]
+        rotary = q[..., mla.nope_dim :]
+        rotary.copy_(self.ops.rope(rotary, rotation.cos[rows], rotation.sin[rows], True))
+        return expanded.attend(q, self.w_uk, self.w_uv, whole, batch.slots[rows], pool, mla)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tetrad.core.arch import MlaArch, ModelArch
-from tetrad.core.keys import ACTIVATION, KeyFormat, index_bytes, is_expanded, latent_bytes
+from tetrad.core.keys import ACTIVATION, KeyFormat, index_bytes, latent_bytes, num_expanded
 from tetrad.core.ranks import Ranks
 from tetrad.kernels.absorb.contract import CONTRACT as ABSORB
 from tetrad.kernels.contract import Case, Contract, case, num_keys, num_rows, ragged_pairs
@@ -162,7 +162,8 @@ class _Listing:
         )
         yield self._linear(part, "o", rows, arch.hidden, heads * mla.v_dim)
         lens = self.load.lens(ranks)
-        if self.load.context <= topk and is_expanded(*zip(*lens, strict=True)):
+        query_lens, kv_lens = ([pair[side] for pair in lens] for side in (0, 1))
+        if num_expanded(query_lens, kv_lens, topk) == len(lens):
             yield self._expanded(mla, lens)
             return
         yield self._call(
