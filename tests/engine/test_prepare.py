@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.fakes import make_limits
 from tests.factories import tiny_glm_folder
+from tetrad.core import keys as keys_module
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.step import PAGE_TOKENS
@@ -99,8 +100,9 @@ def test_prompts_of_every_size_and_kind_are_tried(context: int, topk: int):
     assert sizes["sparse"] == {size for size in all_sizes if topk + size <= context}
 
 
-def test_prompts_that_expand_their_keys_are_tried_both_ways():
+def test_prompts_that_expand_their_keys_are_tried_both_ways(monkeypatch: pytest.MonkeyPatch):
     """Else the kernel that reads latents of as many rows would be compiled for a request."""
+    monkeypatch.setattr(keys_module, "LEAST_EXPANDED", 256)
     limits = make_limits(64, running=4, step=1024, context=512)
     plans = list(prompt_steps(limits, 512, scratch_page=64))
     starts = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -116,3 +118,17 @@ def test_parts_are_the_step_cut_by_rows(
     starts = [(part.kv_lens, step.kv_lens[rows.start :]) for rows, part in step.parts]
     assert not step.is_decode or all(a.data_ptr() == b.data_ptr() for a, b in starts)
     assert (len(step.parts) == 1) == (len(found) * step.max_kv_len <= max_pairs or len(found) == 1)
+
+
+def test_the_pages_of_a_sequence_lie_side_by_side():
+    """However far apart sequences are; one page has no neighbour, wherever torch says that is."""
+    table = torch.arange(12, dtype=torch.int32).view(3, 4)
+
+    def stride(pages: torch.Tensor) -> int:
+        return replace(ragged, page_table=pages).page_stride
+
+    ragged = Ragged(torch.arange(4), torch.ones(3), table, (1, 1, 1), (1, 1, 1))
+    assert stride(table) == stride(table[:, :2]) == 4
+    assert stride(table[:1].T) == 1
+    with pytest.raises(AssertionError):
+        stride(table.T)

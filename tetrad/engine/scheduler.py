@@ -226,10 +226,9 @@ class Scheduler:
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache, but only when nothing runs or waits."""
-        if self._live:
-            return False
-        self.cache.flush()
-        return True
+        if not self._live:
+            self.cache.flush()
+        return not self._live
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page is lost or held twice, or the queues are out of order."""

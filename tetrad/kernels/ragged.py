@@ -108,6 +108,13 @@ class Ragged:
     def max_kv_len(self) -> int:
         return max(self.kv_lens_host)
 
+    @property
+    def page_stride(self) -> int:
+        """Numbers from one sequence's pages to the next one's; pages of one lie side by side."""
+        one, between = self.page_table.shape[1] == 1, self.page_table.stride()
+        assert one or between[1] == 1, between
+        return between[0]
+
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The step as padded rectangles; every row that sees a key is in exactly one."""

@@ -179,7 +179,7 @@ def scores(
         num_rows,
         num_keys,
         each,
-        ragged.page_table.stride(0),
+        ragged.page_stride,
         weights.stride(0),
         stride,
         HEADS=num_heads,

@@ -137,7 +137,6 @@ def attend(
     topk = 0 if selected is None else selected.shape[1]
     out, parts, log_sums = portable.outputs(queries, latent_rank, num_splits)
     assert pool.is_contiguous()
-    assert ragged.page_table.stride(1) == 1
     kernel = attend_fp8_kernel if pool.dtype == torch.uint8 else attend_kernel
     kernel[(num_rows * num_splits * cdiv(num_heads, WIDE.heads),)](
         queries.contiguous(),
@@ -149,7 +148,7 @@ def attend(
         parts,
         log_sums,
         scale * math.log2(math.e),
-        ragged.page_table.stride(0),
+        ragged.page_stride,
         num_sequences,
         num_splits,
         H=num_heads,

@@ -255,7 +255,6 @@ def attend(
     chosen = pool if selected is None else selected.contiguous()
     out, parts, log_sums = outputs(queries, latent_rank, num_splits)
     assert pool.is_contiguous()
-    assert ragged.page_table.stride(1) == 1
     attend_kernel[(num_rows * num_splits * cdiv(num_heads, tile.heads),)](
         queries.contiguous(),
         pool,
@@ -267,7 +266,7 @@ def attend(
         parts,
         log_sums,
         scale,
-        ragged.page_table.stride(0),
+        ragged.page_stride,
         num_sequences,
         num_splits,
         H=num_heads,
