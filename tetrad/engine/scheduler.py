@@ -327,12 +327,11 @@ class Scheduler:
         is_refused = (sequence, len(found)) == self._refused
         if missing + len(self.running) > available or (is_refused and self.running):
             return None
-        if not self.running:
-            return found
-        self._outlook = self._outlook or Outlook(self.forecast, self.running)
-        if not self._outlook.has_room_for(sequence, len(found), available):
-            self._refused = (sequence, len(found))
-            return None
+        if self.running:
+            self._outlook = self._outlook or Outlook(self.forecast, self.running)
+            if not self._outlook.has_room_for(sequence, len(found), available):
+                self._refused = (sequence, len(found))
+                return None
         return found
 
     def _admit(self, sequence: Sequence, found: list[int]) -> None:
