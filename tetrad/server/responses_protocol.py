@@ -107,6 +107,9 @@ class FunctionTool(OpenBody):
 
 
 class ResponseStreamOptions(Body):
+    """The last event has the usage, whatever is asked."""
+
+    include_usage: Accepted = None
     include_obfuscation: Accepted = None
 
 
