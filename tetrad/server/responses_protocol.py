@@ -106,13 +106,6 @@ class FunctionTool(OpenBody):
         return self
 
 
-class ResponseStreamOptions(Body):
-    """The last event has the usage, whatever is asked."""
-
-    include_usage: Accepted = None
-    include_obfuscation: Accepted = None
-
-
 class ResponsesBody(SamplingFields, NamedBody, ForeignOpenAI):
     """POST /v1/responses. Sampling fields of SGLang and vLLM are known beside OpenAI's."""
 
@@ -123,7 +116,7 @@ class ResponsesBody(SamplingFields, NamedBody, ForeignOpenAI):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: Accepted = None
     max_output_tokens: Count | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     seed: Seed | None = None
