@@ -345,3 +345,13 @@ def test_a_response_is_found_by_whatever_process_is_asked(shared: Served):
     assert lengths == sorted(set(lengths))
     for answer in answers:
         assert all(shared.get(f"/v1/responses/{answer['id']}") == answer for _ in range(3))
+
+
+def test_a_response_in_the_background_is_cancelled_by_whatever_process_is_asked(shared: Served):
+    fields = {"background": True, "ignore_eos": True, "max_output_tokens": ENDLESS_TOKENS}
+    begun = [shared.post("/v1/responses", {"input": "3+5", **fields}) for _ in range(8)]
+    for response in begun:
+        cancelled = shared.post(f"/v1/responses/{response['id']}/cancel", {})
+        assert cancelled["status"] == "cancelled"
+        assert shared.get(f"/v1/responses/{response['id']}") == cancelled
+    assert shared.wait_idle()["used_pages"] == 0

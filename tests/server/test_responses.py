@@ -15,6 +15,7 @@ from tests.server.sse import named_events
 from tetrad.core.request import Finish
 from tetrad.server import responses, shelf
 from tetrad.server.app import build_app
+from tetrad.server.encoding import json_bytes
 from tetrad.server.service import Service
 from tetrad.server.text import Tokenizer
 
@@ -282,6 +283,13 @@ async def test_what_is_not_to_be_stored_is_not(
     monkeypatch.setattr(shelf, "MAX_VALUE_BYTES", 100)
     too_large = await post(client)
     assert too_large["store"] is False
+    assert "cannot be stored" in await refusal(client, background=True)
+    monkeypatch.setattr(shelf, "MAX_VALUE_BYTES", len(json_bytes(response)) + 500)
+    too_long = await post(client, input="3+5" * 300, max_output_tokens=1)
+    assert too_long["store"] is True
+    assert (await client.get(f"{ROUTE}/{too_long['id']}")).json() == too_long
+    message = await refusal(client, previous_response_id=too_long["id"])
+    assert "is incomplete and cannot be gone on from" in message
     transport = httpx.ASGITransport(build_app(make_service(max_stored_responses=0)))
     async with httpx.AsyncClient(transport=transport, base_url="http://tetrad") as other:
         assert (await post(other))["store"] is False
@@ -299,7 +307,7 @@ async def test_a_response_in_the_background(
     assert (begun["status"], begun["background"], begun["output"]) == ("in_progress", True, [])
     path = f"{ROUTE}/{begun['id']}"
     assert (await client.get(path)).json() == begun
-    assert "is in_progress" in await refusal(client, previous_response_id=begun["id"])
+    assert "is in_progress and cannot" in await refusal(client, previous_response_id=begun["id"])
     engine.gate.set()
     await until(lambda: not service.background)
     ended = (await client.get(path)).json()

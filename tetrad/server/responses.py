@@ -80,15 +80,24 @@ class _Keeper:
         self.is_wanted = shelf is not None and body.store is not False
 
     def keep(self, answer: ResponseAnswer) -> None:
-        """As it is now; what is too large is not stored, and says so."""
-        if self._shelf is None or not self.is_wanted:
+        """As it is now. With too long a conversation it is kept without, so that it can be fetched
+        but not gone on from; what is too large all the same is not stored, and says so."""
+        if not self.is_wanted:
             return
-        has_ended_well = answer.status in ("completed", "incomplete")
         messages = None
-        if has_ended_well:
+        if answer.status in ("completed", "incomplete"):
             messages = [*self._before, *self._body.own_messages, answer_message(answer.blocks)]
+        answer.is_stored = self._put(answer, messages) or (
+            messages is not None and self._put(answer, None)
+        )
+
+    def _put(self, answer: ResponseAnswer, messages: ChatMessages | None) -> bool:
+        assert self._shelf is not None
         value = {"response": answer.value(), "messages": messages}
-        answer.is_stored = self._shelf.put(_name(answer.response_id), json_bytes(value))
+        try:
+            return self._shelf.put(_name(answer.response_id), json_bytes(value))
+        except CapacityError:
+            return False
 
 
 def _name(response_id: str) -> str:
@@ -103,10 +112,10 @@ def _before(shelf: Shelf | None, response_id: str | None) -> ChatMessages:
         return []
     kept = _kept(shelf, response_id, "previous_response_id", 400)
     if kept.messages is None:
-        status = _status(kept).status
         raise RequestError(
-            f"The response {response_id[:64]!r} is {status}; only one that has ended well can be "
-            "gone on from.",
+            f"The response {response_id[:64]!r} is {_status(kept).status} and cannot be gone on "
+            "from: that takes one that has ended well and is not too long; send the whole "
+            "conversation as input.",
             param="previous_response_id",
         )
     return kept.messages
@@ -149,6 +158,11 @@ def _in_background(service: Service, answer: ResponseAnswer, keeper: _Keeper) ->
         )
     with service.admit([]):
         keeper.keep(answer)
+    if not answer.is_stored:
+        raise RequestError(
+            "This response cannot be stored, so nobody could fetch it; leave background out.",
+            param="background",
+        )
     begun = answer.value()
     task = asyncio.create_task(_compute(service.shelf, answer))
     service.background.add(task)
