@@ -148,7 +148,10 @@ class KeyCheck:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """The status and the sentence for who may not come in."""
-        path, headers = path_of(scope), Headers(scope=scope)
+        path = path_of(scope)
+        if not self._keys.names and path not in self._admin_paths:
+            return None
+        headers = Headers(scope=scope)
         key = self._keys.who(headers)
         arrival().key_name = key.name if key else ""
         if path in self._admin_paths:
