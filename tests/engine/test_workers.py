@@ -91,13 +91,19 @@ async def test_each_gets_its_own_requests_and_one_message_a_step(
         assert len(rids) == 4
 
 
-async def test_the_same_rid_may_run_in_two(shared: Shared):
-    results = await asyncio.gather(
-        *(collect(link, make_request("a", 5, 30, seed=i)) for i, link in enumerate(shared.all))
-    )
-    for i, outputs in enumerate(results):
-        expected = expected_output(make_request("a", 5, 30), i)
-        assert [t for o in outputs for t in o.token_ids] == expected
+async def test_a_rid_that_runs_is_refused_whoever_asks(shared: Shared):
+    """And is free again when it has ended."""
+    await shared.first.ask("pause", mode="in_place")
+    request = make_request("a", 5, 30, seed=1)
+    running = asyncio.create_task(collect(shared.second, request))
+    while not (await shared.first.state())["waiting_requests"]:
+        await asyncio.sleep(0.01)
+    for link in shared.all:
+        with pytest.raises(RequestError, match="'a' is already running"):
+            await collect(link, request)
+    await shared.first.ask("resume")
+    for outputs in (await running, await collect(shared.third, request)):
+        assert [t for o in outputs for t in o.token_ids] == expected_output(request, 1)
         assert {o.rid for o in outputs} == {"a"}
 
 
