@@ -34,7 +34,7 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     rows = {row["op"]: row for row in ops.report}
     assert list(rows) == [f.name for f in fields(OpSet) if f.name != "choices"]
     norms = dict.fromkeys(("rms_norm", "add_rms_norm"), "layer_norm")
-    fast = {"linear": "integers", "gqa": "sdpa", "sample": "candidates", **norms}
+    fast = {"linear": "onednn", "gqa": "sdpa", "sample": "candidates", **norms}
     assert all(row["backend"] in ("torch", fast.get(op)) for op, row in rows.items())
     assert rows["experts"]["reason"] == "asked for"
     assert rows["mla"] == {

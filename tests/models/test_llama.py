@@ -107,6 +107,15 @@ def test_a_gguf_file_gives_the_logits_of_its_decoded_weights(tmp_path: Path, typ
     assert float(torch.nn.functional.cosine_similarity(rounded, expected).min()) > 0.99
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_chunk_of_a_prompt_wants_no_logits(tmp_path: Path, dtype: torch.dtype):
+    model = load(tiny_gguf(tmp_path / "tiny.gguf", MIXED), dtype)
+    driver = Driver(model, ids_of((9,)), dtype=dtype)
+    batch = driver.batch([(0, 9)])
+    nothing = type(batch)(**{**vars(batch), "logit_rows": torch.empty(0, dtype=torch.int64)})
+    assert model(nothing, driver.cache).shape == (0, 128)
+
+
 def decoded(path: Path) -> dict[str, Tensor]:
     """Every tensor as the gguf package decodes it, rows of queries and keys put back by its rule's
     inverse, under Hugging Face's names."""

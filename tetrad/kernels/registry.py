@@ -60,7 +60,7 @@ from tetrad.kernels.latents import reference as latents_torch
 from tetrad.kernels.latents import triton as latents_triton
 from tetrad.kernels.linear import check as linear_check
 from tetrad.kernels.linear import contract as linear
-from tetrad.kernels.linear import integers as linear_integers
+from tetrad.kernels.linear import onednn as linear_onednn
 from tetrad.kernels.linear import reference as linear_torch
 from tetrad.kernels.linear import triton as linear_triton
 from tetrad.kernels.mla import check as mla_check
@@ -135,7 +135,7 @@ OPS: Mapping[str, Op] = {
             head_linear_torch,
         ),
         _op(absorb, absorb_check, absorb_triton, absorb_cublas, absorb_torch),
-        _op(linear, linear_check, linear_triton, linear_integers, linear_torch),
+        _op(linear, linear_check, linear_triton, linear_onednn, linear_torch),
         _op(activation, activation_check, activation_triton, activation_torch),
         _op(router, router_check, router_triton, router_cublas, router_torch),
         _op(route, route_check, route_triton, route_torch),
