@@ -129,8 +129,8 @@ def null(port: int, step_ms: float, most: int) -> list[str]:
     ]  # fmt: skip
 
 
-def measured(server: Server, streams: int, requests: int, layout: Layout) -> Row:
-    """A closed loop of `streams`, by `tetrad bench serve`, beside what the server computed."""
+def measured(server: Server, load: Sequence[str], requests: int, layout: Layout) -> Row:
+    """A load of `tetrad bench serve`, beside what the server computed."""
     before = server.cpu_s()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.jsonl"
@@ -138,8 +138,8 @@ def measured(server: Server, streams: int, requests: int, layout: Layout) -> Row
             *TETRAD, "bench", "serve", "--backend", "vllm", "--base-url", server.url,
             "--dataset-name", "random-ids", "--tokenizer", str(embedded_model()),
             "--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS),
-            "--random-range-ratio", "1", "--max-concurrency", str(streams),
-            "--num-prompts", str(requests), "--warmup-requests", "1", "--disable-tqdm",
+            "--random-range-ratio", "1", *load, "--num-prompts", str(requests),
+            "--warmup-requests", "1", "--disable-tqdm",
             "--disable-telemetry", "--output-file", str(result),
         ]  # fmt: skip
         done = subprocess.run(
@@ -161,13 +161,13 @@ def measured(server: Server, streams: int, requests: int, layout: Layout) -> Row
 
 def rates(streams: int, layout: Layout, options: argparse.Namespace) -> str:
     """A line: how much faster the bare route is, in the same minute."""
-    requests = max(streams, options.requests)
+    requests, load = max(streams, options.requests), ["--max-concurrency", str(streams)]
     port = free_port()
     with started(bare(port), port, layout) as server:
-        plain = measured(server, streams, requests, layout)
+        plain = measured(server, load, requests, layout)
     port = free_port()
     with started(null(port, options.rate_step_ms, streams), port, layout) as server:
-        ours = measured(server, streams, requests, layout)
+        ours = measured(server, load, requests, layout)
     failed = plain.num_failed + ours.num_failed
     return (
         f"{streams:8} {plain.tok_per_s:11,.0f} {plain.cpu_us['API']:8.1f} {ours.tok_per_s:11,.0f} "
@@ -177,11 +177,16 @@ def rates(streams: int, layout: Layout, options: argparse.Namespace) -> str:
 
 
 def added_ttft(streams: int, layout: Layout, options: argparse.Namespace) -> str:
-    """A line: the median first token at one stream and at many, of the same paced engine."""
+    """A line: the median first token of one stream and of those that keep so many open.
+
+    They arrive at random, as many a second as end; in a closed loop all would come at once.
+    """
+    rate = streams / (OUTPUT_TOKENS * options.pace_step_ms * 1e-3)
     port = free_port()
-    with started(null(port, options.pace_step_ms, streams), port, layout) as server:
-        alone = measured(server, 1, 4, layout).median_ttft_ms
-        row = measured(server, streams, max(streams, options.requests), layout)
+    with started(null(port, options.pace_step_ms, 2 * streams), port, layout) as server:
+        alone = measured(server, ["--max-concurrency", "1"], 4, layout).median_ttft_ms
+        load = ["--request-rate", f"{rate:g}", "--seed", "1"]
+        row = measured(server, load, 3 * streams, layout)
     return (
         f"{streams:8} {alone:10.1f} {row.median_ttft_ms:10.1f} {row.median_ttft_ms - alone:10.1f} "
         f"{row.tok_per_s:11,.0f}"
