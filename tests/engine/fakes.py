@@ -182,6 +182,9 @@ class FakeMaker:
     def keys(self) -> frozenset[int]:
         return frozenset()
 
+    def prepare(self, compiled: Compiled) -> bool:
+        return True
+
     def open(self, compiled: Compiled) -> int:
         self.token_ids[self.num_opened] = []
         self.num_opened += 1

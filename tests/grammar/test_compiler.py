@@ -39,6 +39,7 @@ BAD = [
     ("json_schema", "false", "cannot accept any value"),
     ("json_schema", '{"$ref": "#"}', "Circular"),
     ("json_schema", '{"$ref": "#/$defs/gone"}', "."),
+    ("json_schema", r'{"type": "string", "pattern": "^a\"b$"}', "need not be JSON"),
     ("json_schema", DEEP, "longer than 1 s|too large"),
     ("json_schema", json.dumps({"enum": [f"v{i}" for i in range(14_000)]}), "longer|too large|GiB"),
     ("structural_tag", '{"a": 1}', "format"),

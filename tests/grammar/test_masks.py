@@ -142,6 +142,34 @@ def test_a_row_takes_microseconds(compiled: Compile, maker: MaskMaker):
     assert sorted(took)[25] < 0.01
 
 
+def test_json_has_no_control_characters(
+    compiled: Compile, maker: MaskMaker, vocabulary: list[bytes]
+):
+    """xgrammar lets them into a string with a limit, where they are no JSON."""
+    for schema in ({"type": "string", "maxLength": 5}, {"type": "string", "minLength": 2}):
+        grammar = compiled("json_schema", json.dumps(schema))
+        assert isinstance(grammar, Compiled)
+        assert maker.fill([(maker.open(grammar), [vocabulary.index(b'"')])]) == [ALLOWED]
+        allowed = row_of(maker, 0)
+        assert len(allowed) > 300
+        assert not [i for i in allowed if any(byte < 0x20 for byte in vocabulary[i])]
+
+
+def test_a_grammar_is_read_beside_the_masks(compiled: Compile, maker: MaskMaker):
+    """Masks of others do not wait for one that is large."""
+    number = maker.open(one_of(compiled, "red"))
+    maker.fill([(number, [])])
+    large = compiled("json_schema", json.dumps({"enum": [f"v{i}" for i in range(6000)]}))
+    assert isinstance(large, Compiled)
+    num_fills = 0
+    while not maker.prepare(large):
+        assert maker.fill([(number, [])]) == [ALLOWED]
+        num_fills += 1
+    assert num_fills >= 1
+    other = maker.open(large)
+    assert maker.fill([(number, []), (other, [])]) == [ALLOWED] * 2
+
+
 def test_white_space_does_not_go_on_for_ever(
     compiled: Compile, maker: MaskMaker, vocabulary: list[bytes]
 ):

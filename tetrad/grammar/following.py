@@ -10,7 +10,10 @@ import mmap
 import os
 import signal
 import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,23 +55,28 @@ class Followers:
         self._info = info
         self._header = words[:HEADER_WORDS]
         self._rows = words[HEADER_WORDS:].reshape(-1, mask_words(info.vocab_size))
-        self._compiled: dict[int, xgrammar.CompiledGrammar] = {}
+        self._compiled: dict[int, Future[xgrammar.CompiledGrammar]] = {}
+        self._reader = ThreadPoolExecutor(1, "reader")
+        """Reads grammars beside the masks: a large one takes a tenth of a second."""
         self._followers: dict[int, Follower] = {}
         vocabulary = info.decoded_vocab
         self._is_blank = [bool(token) and not token.strip(BLANKS) for token in vocabulary]
         self._not_blank = _bits([not blank for blank in self._is_blank], info.vocab_size)
         self._in_json = _bits([not breaks_json(token) for token in vocabulary], info.vocab_size)
 
-    def obey(self, message: list[Any], descriptors: list[int]) -> list[int] | None:
-        """Do as told. Returns what to answer, if anything."""
+    def obey(
+        self, message: list[Any], descriptors: list[int], tell: Callable[[list[Any]], None]
+    ) -> None:
+        """Do as told. `tell` answers, also from another thread."""
         match message:
             case ["load", key]:
-                self._compiled[key] = self._load(descriptors[0])
+                self._compiled[key] = self._reader.submit(self._load, descriptors[0])
+                self._compiled[key].add_done_callback(lambda _: tell(["loaded", key]))
             case ["drop", key]:
                 del self._compiled[key]
             case ["open", number, key, is_json, token_ids]:
                 self._work_for(number)
-                follower = Follower(xgrammar.GrammarMatcher(self._compiled[key]), is_json)
+                follower = Follower(xgrammar.GrammarMatcher(self._compiled[key].result()), is_json)
                 self._read(follower, token_ids)
                 self._followers[number] = follower
                 self._work_for(NOBODY)
@@ -77,10 +85,9 @@ class Followers:
             case ["masks", rows]:
                 states = [self._fill(*row) for row in rows]
                 self._work_for(NOBODY)
-                return states
+                tell(["done", states])
             case _:
                 raise ValueError(f"followers do not know {message[0]!r}")
-        return None
 
     def _load(self, descriptor: int) -> xgrammar.CompiledGrammar:
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
@@ -126,12 +133,11 @@ def main(info: xgrammar.TokenizerInfo, end: int, masks: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     followers = Followers(info, masks)
     with socket.socket(fileno=end) as engine:
-        send(engine, ["pid", os.getpid()])
+        tell = partial(send, engine)
+        tell(["pid", os.getpid()])
         while True:
             try:
                 message, descriptors = receive(engine)
             except EOFError:
                 return 0
-            answer = followers.obey(message, descriptors)
-            if answer is not None:
-                send(engine, ["done", answer])
+            followers.obey(message, descriptors, tell)

@@ -58,6 +58,8 @@ class MaskMaker:
         self._answers: dict[int, Answer] = {}
         self._loaded: dict[int, None] = {}
         """Keys of grammars that the process holds, the one opened longest ago first."""
+        self._unread: set[int] = set()
+        """Those of them that it is still reading."""
         self._next_number = 0
         self._mark = (0, 0.0, 0.0)
         """The count when progress was last seen, and processor and clock time then."""
@@ -71,6 +73,19 @@ class MaskMaker:
     def keys(self) -> frozenset[int]:
         """Grammars that are followed, or held."""
         return frozenset(a.compiled.key for a in self._answers.values()) | self._loaded.keys()
+
+    def prepare(self, compiled: Compiled) -> bool:
+        """Have the process read a grammar, which takes a while if it is large; True once it can be
+        opened without a wait."""
+        try:
+            if self._end is None:
+                self._start()
+            self._load(compiled)
+            self._take_news()
+        except LostError:
+            self._give_up()
+            return False
+        return compiled.key not in self._unread
 
     def open(self, compiled: Compiled) -> int:
         """Follow a grammar from its start; returns the number that the answer is known by."""
@@ -116,16 +131,36 @@ class MaskMaker:
         self._mark = (self._words[1], _cpu_s(self._pid), time.monotonic())
         self._tell(["masks", rows])
         while True:
-            match self._receive():
-                case ["pid", int(pid)]:
-                    self._pid = pid
-                case ["done", states]:
-                    return list(states)
+            if (states := self._heard(self._receive())) is not None:
+                return states
+
+    def _heard(self, message: list[Any]) -> list[int] | None:
+        """Take a message in; what it says of rows, if it does."""
+        match message:
+            case ["pid", int(pid)]:
+                self._pid = pid
+            case ["loaded", int(key)]:
+                self._unread.discard(key)
+            case ["done", states]:
+                return list(states)
+        return None
+
+    def _take_news(self) -> None:
+        """What has come, without a wait."""
+        assert self._end is not None
+        self._compiler.look()
+        try:
+            while True:
+                self._heard(receive(self._end)[0])
+        except BlockingIOError:
+            pass
+        except (EOFError, OSError):
+            raise LostError from None
 
     def _start(self) -> None:
         self._end, theirs = channel()
         self._end.setblocking(False)
-        self._pid, self._loaded = 0, {}
+        self._pid, self._loaded, self._unread = 0, {}, set()
         if self._descriptor < 0:
             self._descriptor = memory_file("masks", self._num_bytes)
             self._words = memoryview(mmap.mmap(self._descriptor, self._num_bytes)).cast("i")
@@ -139,12 +174,17 @@ class MaskMaker:
             self._start()  # introduces everybody
             return
         key = answer.compiled.key
-        if key not in self._loaded:
-            self._tell(["load", key], [answer.compiled.descriptor])
-        self._loaded.pop(key, None)
-        self._loaded[key] = None
+        self._load(answer.compiled)
         self._tell(["open", number, key, answer.compiled.is_json, answer.token_ids])
         self._drop_idle()
+
+    def _load(self, compiled: Compiled) -> None:
+        key = compiled.key
+        if key not in self._loaded:
+            self._unread.add(key)
+            self._tell(["load", key], [compiled.descriptor])
+        self._loaded.pop(key, None)
+        self._loaded[key] = None
 
     def _drop_idle(self) -> None:
         followed = {answer.compiled.key for answer in self._answers.values()}
