@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.engine.fakes import (
+    EOS,
     VOCAB,
     FakeFoundry,
     FakeMaker,
     FakeRunner,
     expected_output,
     fake_allowed,
+    make_limits,
     make_request,
     make_scheduler,
 )
 from tetrad.core.errors import CapacityError, RequestError
-from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar
+from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from tetrad.core.step import SequenceWork, StepPlan
+from tetrad.engine.admission import end_ids
 from tetrad.engine.engine import Engine
 from tetrad.engine.grammars import Grammars
 from tetrad.engine.sequence import Sequence
@@ -145,6 +149,13 @@ def test_a_grammar_that_cannot_be_is_refused_with_its_reason():
     assert str(bad_error) == "guided_regex cannot be used: it is bad."
     assert isinstance(ours_error, CapacityError)
     assert rig.engine.has_work
+
+
+def test_where_a_grammar_ends_so_does_the_answer():
+    limits = make_limits()
+    endless = SamplingParams(ignore_eos=True, stop_token_ids=(9,))
+    assert end_ids(endless, limits) == {9}
+    assert end_ids(replace(endless, grammar=ANY), limits) == {9, EOS}
 
 
 def test_what_can_be_refused_at_once_is():

@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 
+import xgrammar
+
 from tetrad.grammar import compiling, foundry
 from tetrad.grammar.following import Followers
 
@@ -14,10 +16,18 @@ SPINS, CRASHES, SLEEPS = 513, 514, 515
 """Ids without a token, after which the follower never comes back, ends the process, or does nothing
 for a while."""
 
+LARGE_BYTES = 100_000
+"""A grammar of more takes long to read."""
+
 compiling.CPU_LIMIT_S = 1.0
 
 
 class WilfulFollowers(Followers):
+    def _load(self, descriptor: int) -> xgrammar.CompiledGrammar:
+        if os.fstat(descriptor).st_size > LARGE_BYTES:
+            time.sleep(0.3)
+        return super()._load(descriptor)
+
     def _fill(self, row: int, number: int, token_ids: list[int]) -> int:
         self._work_for(number)
         while SPINS in token_ids:

@@ -99,14 +99,15 @@ def test_one_is_given_up_and_the_others_go_on(
     first, culprit, last = maker.open(good), maker.open(bad), maker.open(good)
     start: list[tuple[int, list[int]]] = [(first, []), (culprit, []), (last, [])]
     assert maker.fill(start) == [ALLOWED] * 3
-    r, g = vocabulary.index(b"r"), vocabulary.index(b"g")
-    states = maker.fill([(first, [r]), (culprit, [what]), (last, [g])])
+    r, e, g = (vocabulary.index(letter) for letter in (b"r", b"e", b"g"))
+    assert maker.fill([(first, [r])]) == [ALLOWED]
+    states = maker.fill([(first, [e]), (culprit, [what]), (last, [g])])
     assert states == [ALLOWED, GIVEN_UP, ALLOWED]
-    assert row_of(maker, 0) == searched(vocabulary, WORDS, b"r")
-    assert row_of(maker, 2) == searched(vocabulary, WORDS, b"g")
-    e = vocabulary.index(b"e")
-    assert maker.fill([(first, [e]), (last, [])]) == [ALLOWED] * 2
     assert row_of(maker, 0) == searched(vocabulary, WORDS, b"re")
+    assert row_of(maker, 2) == searched(vocabulary, WORDS, b"g")
+    d = vocabulary.index(b"d")
+    assert maker.fill([(first, [d]), (last, [])]) == [ALLOWED] * 2
+    assert row_of(maker, 0) == searched(vocabulary, WORDS, b"red")
     assert row_of(maker, 1) == searched(vocabulary, WORDS, b"g")
     maker.close(culprit)  # as whoever was told does
 
@@ -165,7 +166,7 @@ def test_a_grammar_is_read_beside_the_masks(compiled: Compile, maker: MaskMaker)
     while not maker.prepare(large):
         assert maker.fill([(number, [])]) == [ALLOWED]
         num_fills += 1
-    assert num_fills >= 1
+    assert num_fills >= 3
     other = maker.open(large)
     assert maker.fill([(number, []), (other, [])]) == [ALLOWED] * 2
 
