@@ -18,6 +18,7 @@ from tetrad.core.step import SampleWork, SequenceWork, StepPlan
 from tetrad.engine.grammars import Masks
 from tetrad.engine.runner import Runner
 from tetrad.kernels.device import waiting_is_an_error
+from tetrad.kernels.sample import reference
 from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.layers.cache import KvCache
 from tetrad.models.loader import load_model
@@ -46,8 +47,9 @@ class NoReads(TorchFunctionMode):
 
 
 def without_waiting_ops(ops: OpSet) -> OpSet:
-    """Plain torch's attention, index scores and experts read lengths on the host; here others of
-    the same shapes stand in for them, as what is tried is everything around."""
+    """Plain torch's attention, index scores and experts read lengths on the host, and so does a
+    CPU's own way to sample; here others stand in for them, as what is tried is everything
+    around."""
 
     def mla(queries: Tensor, pool: Tensor, *args: Any) -> Tensor:
         return queries[..., : args[-1]].contiguous()
@@ -60,6 +62,8 @@ def without_waiting_ops(ops: OpSet) -> OpSet:
 
     stand_ins = {"mla": mla, "index_score": index_score, "experts": experts}
     waiting = {n: run for n, run in stand_ins.items() if getattr(ops, n).name == "torch"}
+    if ops.sample.name == "candidates":
+        waiting["sample"] = reference.run
     replaced = {n: dataclasses.replace(getattr(ops, n), run=run) for n, run in waiting.items()}
     return dataclasses.replace(ops, **replaced)
 
