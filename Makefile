@@ -20,7 +20,7 @@ endif
 TORCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test lint types fmt clean
+.PHONY: help demo test gpu-test lint types audit fmt clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -52,6 +52,14 @@ lint: $(READY) ## Check style (ruff)
 
 types: $(READY) ## Check types (mypy, strict)
 	$(BIN)/mypy
+
+# A report: advisories change without a commit, and may be out of reach.
+audit: $(READY) ## Ask the advisories about installed packages (a report, never a failure)
+	@{ test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && \
+	  $(VENV)/audit/bin/python -m pip install --quiet "pip-audit>=2.9,<3"; }; } && \
+	  timeout 120 $(VENV)/audit/bin/pip-audit --progress-spinner off --skip-editable \
+	  --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	  || echo "audit: the report above has findings, or the advisories could not be asked"
 
 fmt: $(READY) ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -18,7 +18,7 @@ from tests.engine.fakes import (
     make_scheduler,
 )
 from tetrad.core.errors import RequestError
-from tetrad.core.request import Grammar, Request
+from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.engine import Engine
 from tetrad.engine.grammars import Grammars
 
@@ -121,9 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             assert not self.engine.admit_ready()
             for output in self.engine.step():
-                self.tokens.setdefault(output.rid, []).extend(output.token_ids)
-                if output.finish:
-                    self._finished(output.rid, output.finish.reason)
+                self._take(output)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -131,6 +129,30 @@ class EngineMachine(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(sorted(self.live)))
         self.engine.abort(rid)
         del self.live[rid]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_for_all=st.booleans())
+    def end(self, data: st.DataObject, is_for_all: bool) -> None:
+        """An operator's abort: each of them is told, once."""
+        rid = None if is_for_all else data.draw(st.sampled_from(sorted(self.live)))
+        meant = {rid} if rid else set(self.live)
+        ended = self.engine.end(rid)
+        assert {output.rid for output in ended} == meant
+        assert all(output.finish and output.finish.reason == "abort" for output in ended)
+        for name in meant:
+            del self.live[name]
+
+    @rule(set_back=st.booleans())
+    def pause(self, set_back: bool) -> None:
+        """What is in flight is handed out; nothing runs until it goes on."""
+        for output in self.engine.pause():
+            self._take(output)
+        if set_back:
+            self.engine.set_back()
+            assert self.engine.stats().used_pages == 0
+        assert not self.engine.can_step
+        self.engine.check_integrity()
+        self.engine.resume()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -155,6 +177,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.flush_cache()
         assert self.engine.stats().used_pages == 0
         assert self.engine.scheduler.cache.pool.num_free == self.engine.stats().total_pages
+
+    def _take(self, output: RequestOutput) -> None:
+        self.tokens.setdefault(output.rid, []).extend(output.token_ids)
+        if output.finish:
+            self._finished(output.rid, output.finish.reason)
 
     def _finished(self, rid: str, reason: str) -> None:
         request = self.live.pop(rid)

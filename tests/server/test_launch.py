@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from tests.house.source import ROOT
+from tetrad.core.hardware import has_nvidia_driver
 from tetrad.data import embedded_model, model_folder
 from tetrad.server.launch import SAME_SIGNAL_S
 
@@ -163,10 +164,42 @@ def test_a_signal_while_loading_ends_it():
         assert server.end() == 0
 
 
-def test_an_open_address_without_a_key_is_warned_about():
-    with serving("normal", host="0.0.0.0") as server:
-        server.wait_for(r"Warning: --host 0\.0\.0\.0 without --api-key")
-        assert server.url().startswith("http://127.0.0.1:")
+@pytest.mark.parametrize(
+    ("fields", "is_warned"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "api_key": "k"}, False),
+        ({"host": "0.0.0.0", "admin_api_key": "k"}, True),
+        ({"host": "localhost"}, False),
+        ({}, False),
+    ],
+)
+def test_an_open_address_without_a_key_is_warned_about(fields: dict[str, Any], is_warned: bool):
+    """It is on this machine alone unless asked for."""
+    with serving("normal", **fields) as server:
+        assert re.match(r"http://(127\.0\.0\.1|localhost):", server.url())
+        said = re.search(r"Warning: --host 0\.0\.0\.0 without --api-key", server.said)
+        assert bool(said) == is_warned
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"api_key_file": "/nowhere/keys"},
+        {"ssl_certfile": "/nowhere/certificate"},
+        {"model": str(ROOT / "docs")},
+        {"device": "cuda"},
+    ],
+)
+def test_what_is_wrong_with_the_flags_is_told_before_the_port_is_tried(fields: dict[str, Any]):
+    if fields.get("device") == "cuda" and has_nvidia_driver():
+        pytest.skip("this machine has a driver")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serving("normal", port=port, **fields) as server:
+            assert server.end() == 2
+            assert len(server.said.splitlines()) == 1
+            assert "Port" not in server.said
 
 
 def lines_of(response: httpx.Response) -> list[str]:
