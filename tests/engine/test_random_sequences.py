@@ -18,7 +18,7 @@ from tests.engine.fakes import (
     make_scheduler,
 )
 from tetrad.core.errors import RequestError
-from tetrad.core.request import Request, RequestOutput
+from tetrad.core.request import Grammar, Request, RequestOutput
 from tetrad.engine.engine import Engine
 from tetrad.engine.grammars import Grammars
 

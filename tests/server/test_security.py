@@ -16,7 +16,7 @@ WHO = {"everybody", "users", "operator"}
 
 def told() -> dict[str, str]:
     """Each route of the table, and who may use it."""
-    found = {}
+    found: dict[str, str] = {}
     for line in TEXT.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 3 and cells[1] in WHO:
