@@ -88,6 +88,20 @@ def test_old_grammars_are_forgotten_but_not_those_in_use(
         os.fstat(kept[1].descriptor)  # type: ignore[union-attr]
 
 
+def test_one_that_turns_out_to_be_unusable_is_kept_only_for_who_follows_it(
+    compiler: Compiler, compiled: Compile
+):
+    found = compiled("regex", "unusable")
+    assert isinstance(found, Compiled)
+    compiler.refuse(found.key, "it is slow")
+    assert compiled("regex", "unusable") == Refused("it is slow")
+    compiler.forget({found.key})
+    os.fstat(found.descriptor)
+    compiler.forget(frozenset())
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(found.descriptor)
+
+
 def test_who_waits_is_told_when_the_process_ends_and_the_next_starts_another():
     compiler = make_compiler()
     try:

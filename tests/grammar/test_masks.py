@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 
@@ -110,6 +112,31 @@ def test_one_is_given_up_and_the_others_go_on(
     assert row_of(maker, 0) == searched(vocabulary, WORDS, b"red")
     assert row_of(maker, 1) == searched(vocabulary, WORDS, b"g")
     maker.close(culprit)  # as whoever was told does
+
+
+def test_a_process_that_is_killed_is_started_anew(
+    compiled: Compile, maker: MaskMaker, vocabulary: list[bytes]
+):
+    """Between two masks, so that nobody is to blame."""
+    numbers = [maker.open(one_of(compiled, *WORDS)) for _ in range(2)]
+    maker.fill([(number, []) for number in numbers])
+    r = vocabulary.index(b"r")
+    maker.fill([(number, [r]) for number in numbers])
+    for _ in range(2):
+        os.kill(maker._pid, signal.SIGKILL)
+        assert maker.fill([(number, []) for number in numbers]) == [ALLOWED] * 2
+        assert row_of(maker, 1) == searched(vocabulary, WORDS, b"r")
+
+
+def test_one_that_never_starts_is_given_up_at_last(
+    monkeypatch: pytest.MonkeyPatch, compiled: Compile, compiler: Compiler
+):
+    maker = MaskMaker(compiler, SOURCE.size, NUM_ROWS)
+    monkeypatch.setattr(masks_module, "WALL_LIMIT_S", 0.05)
+    monkeypatch.setattr(compiler, "follow", lambda end, masks: None)
+    number = maker.open(one_of(compiled, "red"))
+    assert maker.fill([(number, [])]) == [GIVEN_UP]
+    maker.stop()
 
 
 def test_who_only_waits_for_a_processor_is_not_given_up(

@@ -67,6 +67,8 @@ class Compiler:
         self._keys: dict[bytes, int] = {}
         """Digest of a grammar → its key; the one asked for longest ago first."""
         self._outcomes: dict[int, Compiled | Refused] = {}
+        self._retired: list[Compiled] = []
+        """Refused after all, but answers may still be under way."""
         self._next_key = 0
 
     @property
@@ -111,6 +113,9 @@ class Compiler:
 
     def refuse(self, key: int, reason: str) -> None:
         """A grammar that compiled turned out not to be usable."""
+        outcome = self._outcomes.get(key)
+        if isinstance(outcome, Compiled):
+            self._retired.append(outcome)
         self._outcomes[key] = Refused(reason)
 
     def follow(self, end: int, masks: int) -> None:
@@ -181,3 +186,6 @@ class Compiler:
                 del self._keys[digest], self._outcomes[key]
                 if isinstance(outcome, Compiled):
                     os.close(outcome.descriptor)
+        for compiled in [one for one in self._retired if one.key not in in_use]:
+            self._retired.remove(compiled)
+            os.close(compiled.descriptor)

@@ -60,6 +60,8 @@ class MaskMaker:
         """Keys of grammars that the process holds, the one opened longest ago first."""
         self._unread: set[int] = set()
         """Those of them that it is still reading."""
+        self._was_ended = False
+        """Did the last process end while it worked for nobody?"""
         self._next_number = 0
         self._mark = (0, 0.0, 0.0)
         """The count when progress was last seen, and processor and clock time then."""
@@ -115,6 +117,7 @@ class MaskMaker:
                 continue
             for (row, number, ids), state in zip(left, done, strict=True):
                 states[row] = state
+                self._was_ended = False
                 self._answers[number].token_ids += ids
             break
         return states
@@ -232,15 +235,16 @@ class MaskMaker:
             raise LostError
 
     def _give_up(self) -> None:
-        """Whoever was worked for is closed; if it was nobody, everybody is."""
-        culprit = self._words[0]
+        """Whoever was worked for is closed. If it was nobody, the process was ended from outside;
+        if so twice without a mask in between, everybody is closed."""
+        answer = self._answers.pop(self._words[0], None)
         self._kill()
-        answer = self._answers.pop(culprit, None)
-        _log.warning("The process that follows grammars is started anew: one took too long.")
-        if answer is None:
-            self._answers.clear()
-        else:
+        _log.warning("The process that follows grammars ended or got stuck; another is started.")
+        if answer is not None:
             self._compiler.refuse(answer.compiled.key, TOO_SLOW)
+        elif self._was_ended:
+            self._answers.clear()
+        self._was_ended = answer is None
 
     def _kill(self) -> None:
         assert self._end is not None
