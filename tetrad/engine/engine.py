@@ -134,14 +134,14 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; one with a grammar waits for `admit_ready` first. Raises RequestError if
         it can never be served, CapacityError if it cannot be now."""
+        if self.grammars is not None and request.own_rid in self.grammars:
+            raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
         if request.sampling.grammar is None:
             self.scheduler.add(request)
             return
         if self.grammars is None:
             raise RequestError(NO_GRAMMARS, param="response_format")
         self.scheduler.check(request)
-        if request.own_rid in self.grammars:
-            raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
         self.grammars.begin(request)
 
     def admit_ready(self) -> list[tuple[str, RequestError | CapacityError]]:
