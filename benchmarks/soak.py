@@ -176,9 +176,7 @@ class Soak:
         tasks = [asyncio.create_task(self._slot(n)) for n in range(self._options.streams)]
         others = [asyncio.create_task(work) for work in (self._probe(), self._be_hostile())]
         sampling = asyncio.create_task(self._sample(sample))
-        await asyncio.gather(*tasks)
-        for task in others:
-            await task
+        await asyncio.gather(*tasks, *others)
         sampling.cancel()
 
     async def _slot(self, number: int) -> None:
@@ -273,15 +271,9 @@ class Watched:
 
     @property
     def names(self) -> list[str]:
-        def name(process: psutil.Process) -> str:
-            line = process.cmdline()
-            return (
-                "api 1+"
-                if "tetrad.server.worker" in line
-                else ("engine" if any(".engine." in part for part in line) else "api 0")
-            )
-
-        return [name(process) for process in self.processes]
+        """The first is API process 0."""
+        modules = [" ".join(process.cmdline()) for process in self.processes[1:]]
+        return ["api 0", *("api 1+" if "server.worker" in each else "engine" for each in modules)]
 
     def cpu_s(self) -> list[float]:
         return [sum(process.cpu_times()[:2]) for process in self.processes]
@@ -332,7 +324,8 @@ def tell(soak: Soak, watched: Watched, options: argparse.Namespace) -> list[str]
     lines.append(
         f"{options.streams} streams held for {options.minutes:g} minutes, a step each "
         f"{options.null_step_ms:g} ms, {options.api_workers} API processes, "
-        f"{psutil.cpu_count()} processors"
+        f"{psutil.cpu_count()} processors, of which all that runs here wants "
+        f"{psutil.getloadavg()[2]:.1f} (mean of 15 minutes)"
     )
     told = ", ".join(f"{number} {kind}" for kind, number in sorted(ends.items()))
     lines.append(f"streams: {told} (of {ends.total()}); {soak.counts.tokens} tokens")
