@@ -30,7 +30,7 @@ from tetrad.grammar.layout import (
 from tetrad.grammar.vocabulary import breaks_json
 from tetrad.grammar.wire import receive, send
 
-MAX_BLANKS = 16
+MAX_BLANKS = 8
 """Tokens of nothing but white space in a row. JSON allows it without end between any two signs, and
 some models then write nothing else."""
 BLANKS = b" \t\n\r"
