@@ -97,6 +97,15 @@ async def test_without_keys_only_this_machine_is_the_operator(make_service: Make
             assert (await client.get(OPERATOR)).status_code == 403
 
 
+async def test_who_comes_through_a_proxy_of_this_machine_is_no_operator(address: str):
+    """And nobody from afar becomes one by saying that he is here: the header is a proxy's alone."""
+    async with httpx.AsyncClient(base_url=address) as client:
+        assert (await client.get(OPERATOR)).status_code == 200
+        for forwarded in ("203.0.113.9", "127.0.0.1, 203.0.113.9"):
+            response = await client.get(OPERATOR, headers={"X-Forwarded-For": forwarded})
+            assert response.status_code == 403, forwarded
+
+
 @pytest.mark.parametrize(
     ("headers", "origins", "status"),
     [

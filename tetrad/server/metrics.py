@@ -153,6 +153,9 @@ class Metrics:
         )
         for reason, count in counts.items():
             ours.add_metric((reason,), count)
+        called = counts["tool_calls"]  # where vLLM says stop
+        for reason in ("stop", "length", "abort"):
+            count = counts[reason] + (called if reason == "stop" else 0)
             theirs.add_metric((self.labels.model, "0", reason), count)
         label = ("model_name",)
         total = CounterMetricFamily("sglang:num_requests", "Sequences that ended.", labels=label)
