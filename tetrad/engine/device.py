@@ -7,9 +7,7 @@ from typing import Literal
 
 import torch
 
-from tetrad.core.architectures import Arch
 from tetrad.core.errors import UnsupportedError
-from tetrad.core.llama_arch import LlamaArch
 from tetrad.kernels.host import usable_cores
 
 
@@ -23,14 +21,9 @@ def resolve_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
 
 
-def use_sensible_threads(arch: Arch) -> None:
+def use_sensible_threads() -> None:
     """Give torch one thread for each physical core this process may use but one, which the API
-    process needs; OMP_NUM_THREADS overrides.
-
-    Of two cores a model without experts takes both: its products are large enough to share, and its
-    threads sleep while they wait, so that the API process finds a core when it has something to do.
-    """
+    process needs; OMP_NUM_THREADS overrides. A second thread on two cores, asleep or spinning
+    between the 280 products of a step, gained nothing beside other work on them."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = usable_cores()
-        shares_both = cores == 2 and isinstance(arch, LlamaArch)
-        torch.set_num_threads(cores if shares_both else max(1, cores - 1))
+        torch.set_num_threads(max(1, usable_cores() - 1))

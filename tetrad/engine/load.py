@@ -71,7 +71,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     device = resolve_device(config.device)
     dtype = activation_type(config, arch, device)
     if device.type == "cpu":
-        use_sensible_threads(arch)
+        use_sensible_threads()
     name, keys = str(dtype).removeprefix("torch."), cached_keys(config, arch, dtype)
     ops, switches = switchable(_choose_ops(config, arch, device, dtype, keys, say))
     started = time.monotonic()
