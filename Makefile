@@ -41,7 +41,7 @@ $(FLASHINFER): | $(READY)
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(@D) flashinfer-python==0.7.4
 
 test: $(READY) $(FLASHINFER) ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 gpu-test: $(READY) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

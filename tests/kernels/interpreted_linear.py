@@ -50,8 +50,8 @@ def test_case(case: Case, cores: int, monkeypatch: pytest.MonkeyPatch):
 
 
 def _prepare_for_bf16(weight: Any, dtype: torch.dtype) -> Any:
-    is_dense = weight.format_name == "bf16"
-    return LINEAR.backends["triton"].prepare(weight, dtype if is_dense else torch.bfloat16)
+    is_packed = weight.format_name.startswith(("nvfp4", "fp8"))
+    return LINEAR.backends["triton"].prepare(weight, torch.bfloat16 if is_packed else dtype)
 
 
 @pytest.mark.parametrize(("columns", "splits"), [(64, 2), (64, 10), (128, 1), (128, 5)])

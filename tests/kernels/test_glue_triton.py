@@ -98,7 +98,9 @@ def test_everything_works_where_triton_is_not_installed():
         "print({row['backend'] for row in resolve_ops('cpu').report})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "{'torch'}\n"
+    assert "torch" in done.stdout
+    assert "triton" not in done.stdout
+    assert "gluon" not in done.stdout
 
 
 @pytest.mark.parametrize(("size", "power"), [(1, 1), (2, 2), (3, 4), (6144, 8192), (8192, 8192)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.house.source import ROOT
 from tetrad.core.hardware import DeviceSnapshot
@@ -28,6 +29,10 @@ RUNS_ON = {
     "flashinfer_cutlass": (BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK),
     "triton_fp4": (BLACKWELL, BLACKWELL_ULTRA, WORKSTATION, SPARK),
     "flashinfer_sparse_mla": (WORKSTATION, SPARK),
+    "sdpa": EVERYWHERE,
+    "layer_norm": (CPU,),
+    "onednn": (CPU,),
+    "candidates": (CPU,),
 }
 """With every optional package installed."""
 WITH_TRITON = {("absorb", "cublas")}
@@ -51,6 +56,7 @@ def test_the_table(
 ):
     monkeypatch.setattr(triton_support, "triton", object())
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr("tetrad.kernels.experts.gluon.gluon", object())
     monkeypatch.setattr("tetrad.kernels.experts.triton_fp4._triton_version", lambda: (3, 9))
     sentence = OPS[op].backends[backend].why_not(device(capability))
@@ -77,7 +83,7 @@ def test_a_refusal_says_what_would_cure_it(op: str, monkeypatch: pytest.MonkeyPa
     """Nothing is installed: each sentence names a package to install or another backend."""
     monkeypatch.setattr(triton_support, "triton", None)
     for name, backend in OPS[op].backends.items():
-        if name == "torch":
+        if CPU in RUNS_ON[name]:
             continue
         assert "use 'torch'" in str(backend.why_not(device(CPU)))
         if name != "cublas":  # comes with torch

@@ -12,6 +12,7 @@ import pytest
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.sse import named_events
+from tests.server.test_about import connect
 from tetrad.core.request import Finish
 from tetrad.server import responses, shelf
 from tetrad.server.app import build_app
@@ -349,6 +350,27 @@ async def test_a_response_in_the_background_can_end_early(
         assert (ended.json()["error"] or {}).get("message") == (
             None if how == "cancel" else "No luck."
         )
+
+
+async def test_a_full_queue_refuses_the_background_at_once(
+    make_service: MakeService, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Not by a response that fails later. Who is turned away before the first step leaves too."""
+    monkeypatch.setattr(responses, "POLL_S", 0.01)
+    engine.gate.clear()
+    engine.info["max_running_requests"] = 1
+    service = make_service(max_queued_requests=1)
+    async with connect(service) as client:
+        begun = await asyncio.gather(*(post(client, background=True) for _ in range(2)))
+        assert {each["status"] for each in begun} == {"in_progress"}
+        assert "would wait" in await refusal(client, 503, background=True)
+        for each in begun:
+            await client.post(f"{ROUTE}/{each['id']}/cancel")
+        await until(lambda: not service.background)
+        assert service.open_requests == 0
+        monkeypatch.setattr(service.shelf, "put", lambda *_: False)
+        assert "cannot be stored" in await refusal(client, background=True)
+        assert service.open_requests == 0
 
 
 async def test_the_background_is_bounded(

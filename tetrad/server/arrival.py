@@ -13,6 +13,7 @@ from contextvars import ContextVar
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import DeadlineError, RequestError
+from tetrad.server.gate import Admission
 
 LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 
@@ -21,6 +22,7 @@ class Arrival:
     """One HTTP request, from its first line to its last byte."""
 
     __slots__ = (
+        "admission",
         "began_at",
         "cached_tokens",
         "completion_tokens",
@@ -56,6 +58,8 @@ class Arrival:
         self.queue_s = 0.0
         """How long its first sequence waited before it ran."""
         self.first_token_at: float | None = None
+        self.admission: Admission | None = None
+        """Where it was let in before it begins: who begins takes it."""
         self.finish = ""
         """Why its last sequence ended, or how the request went wrong."""
         self.allow(self.config.request_timeout)

@@ -65,7 +65,7 @@ async def create(service: Service, request: Request) -> Response:
     answer = ResponseAnswer(service, body, response_id, choice, keeper.keep)
     answer.is_stored = keeper.is_wanted
     if body.background:
-        return _in_background(service, answer, keeper)
+        return _in_background(service, answer, keeper, len(choice.request.prompt_ids))
     wire = Wire(b"", answer.broken)
     return EventStream(answer.events, wire) if body.stream else LaterJson(answer.whole)
 
@@ -144,7 +144,10 @@ def _status(kept: Kept) -> _Status:
     return msgspec.json.decode(kept.response, type=_Status)
 
 
-def _in_background(service: Service, answer: ResponseAnswer, keeper: _Keeper) -> Response:
+def _in_background(
+    service: Service, answer: ResponseAnswer, keeper: _Keeper, num_prompt: int
+) -> Response:
+    """Let it in before it is promised: a refusal is the answer to this request."""
     if service.shelf is None:
         raise RequestError(
             "background needs stored responses, and none are stored here "
@@ -156,9 +159,10 @@ def _in_background(service: Service, answer: ResponseAnswer, keeper: _Keeper) ->
             f"{MAX_BACKGROUND} responses run in the background already; try again later, or "
             "without background."
         )
-    with service.admit([]):
-        keeper.keep(answer)
+    arrival().admission = service.let_in([num_prompt])
+    keeper.keep(answer)
     if not answer.is_stored:
+        _turn_away()
         raise RequestError(
             "This response cannot be stored, so nobody could fetch it; leave background out.",
             param="background",
@@ -189,6 +193,14 @@ async def _compute(shelf: Shelf, answer: ResponseAnswer) -> None:
         raise
     finally:
         work.cancel()
+        _turn_away()
+
+
+def _turn_away() -> None:
+    """Who was let in and never began leaves."""
+    if (admission := arrival().admission) is not None:
+        arrival().admission = None
+        admission.leave()
 
 
 async def _in_time(answer: ResponseAnswer) -> None:

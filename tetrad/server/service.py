@@ -128,17 +128,25 @@ class Service:
             return f"the engine's step has been running for {age_s:.0f} s"
         return why_unwell(self.tally)
 
-    @contextlib.contextmanager
-    def admit(self, prompt_lens: Sequence[int]) -> Iterator[Admission]:
-        """Count engine requests in and out, one for each prompt's number of tokens. Raises
-        CapacityError when they may not come in."""
+    def let_in(self, prompt_lens: Sequence[int]) -> Admission:
+        """Count engine requests in, one for each prompt's number of tokens. Raises CapacityError
+        when they may not come in."""
         engine = self.engine
         if self.phase == "draining":
             raise CapacityError(
                 "The server is shutting down and takes no new requests.",
                 retry_after_s=RETRY_AFTER_S["draining"],
             )
-        admission = self._gate.let_in(engine, arrival().key_name, prompt_lens)
+        return self._gate.let_in(engine, arrival().key_name, prompt_lens)
+
+    @contextlib.contextmanager
+    def admit(self, prompt_lens: Sequence[int]) -> Iterator[Admission]:
+        """Count engine requests in and out, unless they have been let in already. Raises
+        CapacityError when they may not come in."""
+        told = arrival()
+        admission, told.admission = told.admission, None
+        if admission is None:
+            admission = self.let_in(prompt_lens)
         try:
             yield admission
         finally:
