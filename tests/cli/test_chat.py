@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from aiohttp import web
 
 from tests.bench.mock_server import MockServer
 from tests.cli.conftest import beside
-from tetrad.cli.child import is_tetrad
 
 
 class TalkingServer(MockServer):
@@ -156,11 +156,88 @@ def test_a_cut_answer_says_so(tetrad):
     assert "--max-tokens" in err
 
 
-def test_only_a_tetrad_server_is_spoken_to_unasked():
-    """Another server at the usual place is left alone: a child is started instead."""
+class StartingServer(TalkingServer):
+    """A Tetrad server that is starting for a while, and that may want a key."""
+
+    def __init__(self, *, starting: int = 0, key: str | None = None) -> None:
+        super().__init__(*ANSWER)
+        self._num_starting = starting
+        self._key = key
+
+    async def models(self, request: web.Request) -> web.Response:
+        if self._key is not None and request.headers.get("Authorization") != f"Bearer {self._key}":
+            return web.json_response({"error": {"message": "no key"}}, status=401)
+        if self._num_starting:
+            self._num_starting -= 1
+            return web.json_response({"error": {"message": "starting"}}, status=503)
+        return web.json_response({"data": [{"id": "abacus", "owned_by": "tetrad"}]})
+
+
+@pytest.fixture
+def no_child(monkeypatch) -> None:
+    def start(*_: Any) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("tetrad.cli.child.started", start)
+
+
+def at_the_usual_place(server: MockServer, monkeypatch, tetrad, *flags: str):
+    with beside(server) as url:
+        monkeypatch.setattr("tetrad.cli.child.USUAL_URL", url)
+        code, out, err = tetrad("chat", "Hi", *flags)
+        return code, out, err.replace(url, "URL")
+
+
+def test_a_server_that_is_starting_is_waited_for(tetrad, monkeypatch, no_child):
+    code, out, err = at_the_usual_place(StartingServer(starting=2), monkeypatch, tetrad)
+    assert (code, out) == (0, "3 + 5 = 8\n")
+    assert err == "waiting up to 900 s for the server at URL: HTTP 503 ...\n"
+    with beside(StartingServer(starting=2)) as url:
+        assert tetrad("chat", "Hi", "--url", url)[:2] == (0, "3 + 5 = 8\n")
+
+
+def test_a_server_that_never_is_ready_is_an_error(tetrad, monkeypatch, no_child):
+    monkeypatch.setattr("tetrad.cli.child.STARTUP_S", 0.2)
+    code, out, err = at_the_usual_place(StartingServer(starting=10**6), monkeypatch, tetrad)
+    assert (code, out) == (1, "")
+    assert err.endswith("error: the server at URL was not ready after 0.2 s.\n")
+
+
+def test_a_server_that_wants_a_key_is_not_passed_over(tetrad, monkeypatch, no_child):
+    for flags, wants in (
+        ((), "wants an API key"),
+        (("--api-key", "another"), "does not take this API key"),
+    ):
+        code, out, err = at_the_usual_place(StartingServer(key="k"), monkeypatch, tetrad, *flags)
+        assert (code, out) == (2, "")
+        assert err == (
+            f"error: The server at URL {wants}; give its key with --api-key or in TETRAD_API_KEY.\n"
+        )
+    server = StartingServer(key="k")
+    assert at_the_usual_place(server, monkeypatch, tetrad, "--api-key", "k")[0] == 0
+    with beside(StartingServer(key="k")) as url:
+        code, _, err = tetrad("chat", "Hi", "--url", url)
+    assert code == 2
+    assert "TETRAD_API_KEY" in err
+
+
+def test_another_server_at_the_usual_place_is_neither_asked_nor_passed_over(
+    tetrad, monkeypatch, no_child
+):
+    server = TalkingServer(*ANSWER)
+    code, out, err = at_the_usual_place(server, monkeypatch, tetrad)
+    assert (code, out, server.bodies) == (2, "", [])
+    assert "What listens at URL does not answer as a Tetrad server does" in err
+    assert "--url URL" in err
+
+
+def test_where_nobody_listens_a_server_is_started(tetrad, monkeypatch):
+    """And only there."""
+    monkeypatch.setattr("tetrad.cli.child.USUAL_URL", "http://127.0.0.1:9")
     with beside(TalkingServer(*ANSWER)) as url:
-        assert not is_tetrad(url, None)
-    assert not is_tetrad("http://127.0.0.1:9", None)
+        start = contextlib.nullcontext(url)
+        monkeypatch.setattr("tetrad.cli.child.started", lambda *_: start)
+        assert tetrad("chat", "Hi")[:2] == (0, "3 + 5 = 8\n")
 
 
 def test_nobody_there(tetrad):

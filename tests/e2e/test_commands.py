@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Served
-from tetrad.cli.child import is_tetrad
+from tetrad.cli.child import server
+from tetrad.cli.narrator import Narrator
+from tetrad.cli.options import ServerChoice
 from tetrad.core.records import BenchRun
 from tetrad.data import embedded_model
 
@@ -69,8 +71,10 @@ def test_eval_runs_every_kind(served: Served):
     assert run["overall"]["total"] == len(run["kinds"]) == 18
 
 
-def test_a_running_server_is_recognised(served: Served):
-    assert is_tetrad(served.url, None)
+def test_a_running_server_is_recognised(served: Served, monkeypatch):
+    monkeypatch.setattr("tetrad.cli.child.USUAL_URL", served.url)
+    with server(ServerChoice(), Narrator()) as url:
+        assert url == served.url
 
 
 CHAT = [sys.executable, "-m", "tetrad", "chat", "--model", str(embedded_model())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import signal
@@ -36,16 +37,21 @@ START_LINES_SHOWN = 5
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Servers are reached directly, whatever proxy the environment names."""
 
+NO_ANSWER = (OSError, http.client.HTTPException, ValueError, TypeError)
+"""What comes of asking a server for JSON that is gone or has none."""
+
 
 @contextlib.contextmanager
 def server(choice: ServerChoice, narrator: Narrator) -> Iterator[str]:
     """Address of a server that answers; one that was started is ended with the block. Raises
-    ConfigError when the one that was named does not answer."""
+    ConfigError when the one that was named does not answer, or one does not let us in."""
     if choice.url is not None:
         url = server_url(choice.url)
         _reach(url)
+        with contextlib.suppress(*NO_ANSWER):  # other servers may lack the route
+            _once_ready(url, choice.api_key, narrator)
         yield url
-    elif choice.model is None and is_tetrad(USUAL_URL, choice.api_key):
+    elif choice.model is None and _runs_already(USUAL_URL, choice.api_key, narrator):
         yield USUAL_URL
     else:
         with started(choice.model, choice.api_key, narrator) as url:
@@ -71,14 +77,63 @@ def nobody(url: str, error: object) -> ConfigError:
     )
 
 
-def is_tetrad(url: str, api_key: str | None) -> bool:
-    """Whether a Tetrad server answers there, and lets us in."""
+def _runs_already(url: str, api_key: str | None, narrator: Narrator) -> bool:
+    """Whether a Tetrad server answers there, once it is ready; False where nobody listens. Raises
+    ConfigError for a server that wants a key, or that is none of ours: it may be the one that was
+    meant, and an answer would not show that another model gave it."""
     try:
-        info = get_json(f"{url}/server_info", api_key)
-        owner = get_json(f"{url}/v1/models", api_key)["data"][0]["owned_by"]
-    except (OSError, ValueError, TypeError, LookupError):
-        return False
-    return "engine" in info and owner == "tetrad"
+        models = _once_ready(url, api_key, narrator)
+        is_ours = models["data"][0]["owned_by"] == "tetrad"
+        why = "" if is_ours else "its model is another server's"
+    except (ValueError, TypeError, LookupError):
+        why = "it lists its models in another way"
+    except (OSError, http.client.HTTPException) as error:
+        if _is_refused(error):
+            return False
+        why = str(error) or type(error).__name__
+    if why:
+        raise ConfigError(
+            f"What listens at {url} does not answer as a Tetrad server does ({why}); --url {url} "
+            "asks it all the same, and --model abacus starts a server with the embedded model."
+        )
+    return True
+
+
+def _once_ready(url: str, api_key: str | None, narrator: Narrator) -> dict[str, Any]:
+    """Its list of models, once it is no more starting; a busy engine is not asked for it. Raises
+    ConfigError where another key is wanted, TetradError where it never is ready, and what get_json
+    raises."""
+    deadline = time.monotonic() + STARTUP_S
+    is_told = False
+    while True:
+        try:
+            return get_json(f"{url}/v1/models", api_key)
+        except OSError as error:
+            code = error.code if isinstance(error, urllib.error.HTTPError) else None
+            if code == 401:
+                raise ConfigError(_wants_key(url, api_key)) from None
+            if is_told and _is_refused(error):
+                raise TetradError(f"the server at {url} ended before it was ready.") from None
+            if code != 503:
+                raise
+            if time.monotonic() >= deadline:
+                raise TetradError(
+                    f"the server at {url} was not ready after {STARTUP_S:g} s."
+                ) from None
+        if not is_told:
+            narrator.say(f"waiting up to {STARTUP_S:g} s for the server at {url}: HTTP 503 ...")
+            is_told = True
+        time.sleep(POLL_S)
+
+
+def _wants_key(url: str, api_key: str | None) -> str:
+    """The sentence for a server that does not let us in."""
+    wants = "wants an API key" if api_key is None else "does not take this API key"
+    return f"The server at {url} {wants}; give its key with --api-key or in TETRAD_API_KEY."
+
+
+def _is_refused(error: Exception) -> bool:
+    return isinstance(getattr(error, "reason", error), ConnectionRefusedError)
 
 
 def get_json(url: str, api_key: str | None) -> dict[str, Any]:

@@ -17,8 +17,8 @@ class ServerChoice(Config):
 
     url: str | None = option(
         None,
-        "Address of a running server. Default: a Tetrad server at 127.0.0.1:30000 if there is one, "
-        "else one is started and ended again.",
+        "Address of a running server. Default: the Tetrad server at 127.0.0.1:30000; where nobody "
+        "listens there, one is started and ended again.",
     )
     model: Path | None = option(
         None, "Start a server with this model folder. Default: the embedded model."
