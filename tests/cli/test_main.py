@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import sys
 import pytest
 
 import tetrad as package
-from tetrad.cli import sglang_flags
+from tetrad.cli import sglang_flags, vllm_flags
 from tetrad.cli.flags import all_flags
+from tetrad.cli.spelling import edits, meant
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import BenchFailure, CapacityError, ConfigError, EngineDiedError
 
@@ -125,7 +127,27 @@ def test_no_flag_of_serve_is_said_to_be_missing():
     flags = [flag.removeprefix("serve:") for flag in all_flags() if flag.startswith("serve:")]
     assert flags
     assert not [flag for flag in flags if sglang_flags.reason(flag) is not None]
+    assert not [flag for flag in flags if vllm_flags.reason(flag) is not None]
+    assert not set(vllm_flags.NAMES) & set(vllm_flags.REASONS)
     assert sglang_flags.reason("--dpx") is None
+
+
+def test_what_a_foreign_flag_is_told_to_be_here_is_a_flag():
+    flags = {flag.removeprefix("serve:") for flag in all_flags() if flag.startswith("serve:")}
+    assert set(vllm_flags.NAMES.values()) <= flags
+    told = " ".join([*vllm_flags.REASONS.values(), *sglang_flags.REASONS.values()])
+    named = set(re.findall(r"--[a-z][a-z-]+", told))
+    assert "--chunked-prefill-size" in named
+    assert named <= flags
+
+
+def test_a_flag_is_meant_by_a_typo_or_an_abbreviation_and_by_nothing_else():
+    known = ["--port", "--tp", "--max-total-tokens", "--max-running-requests"]
+    assert meant("--prot", known) == "--port"
+    assert meant("--max-run-req", known) == "--max-running-requests"
+    assert [meant(flag, known) for flag in ("--max", "--max-model-len", "--xx")] == [None] * 3
+    assert meant("--port" + "t" * 200, known) is None
+    assert edits("kitten", "sitting") == 3
 
 
 def test_serve_gets_its_configuration(tetrad, monkeypatch):
@@ -162,6 +184,11 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--trust-remote-code"], "tetrad serve has no --trust-remote-code: no code in"),
         (["serve", "--dp-size=2"], "tetrad serve has no --dp-size: this version runs on one"),
         (["serve", "--speculative-algorithm", "EAGLE"], "this version does not speculate"),
+        (["serve", "--max-model-len", "9"], "no --max-model-len: its name here is --context-len"),
+        (["serve", "--max-num-seqs=4"], "--max-num-seqs: its name here is --max-running-requests"),
+        (["serve", "--enable-auto-tool-choice"], "tool calls are read whenever a request names"),
+        (["serve", "--schedule-policy", "lpm"], "requests go first come, first served, or with"),
+        (["serve", "--max-wood"], "Unknown option: --max-wood. `tetrad serve --help` lists all."),
         (["bench", "serve", "--profil"], "`tetrad bench serve --help` lists all."),
         (["bench", "serve", "--profile"], "has no --profile: a profiled run is no measurement"),
         (["bench", "serve", "--lora-n=a"], "has no --lora-name: name the adapter with"),

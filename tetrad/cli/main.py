@@ -12,7 +12,8 @@ from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensErro
 
 from tetrad import __version__
 from tetrad.bench.definitions import help_text
-from tetrad.cli import bench_flags, sglang_flags
+from tetrad.cli import bench_flags, sglang_flags, vllm_flags
+from tetrad.cli.spelling import meant
 from tetrad.core.errors import TetradError, UserError
 
 INTERRUPTED = 130
@@ -161,15 +162,20 @@ def _replace(token: str, short: str, longer: str) -> str:
 
 
 def _unknown(error: UnknownOptionError) -> str:
-    """Why SGLang has the flag and Tetrad has not, else the nearest one and where to look."""
+    """What stands for a flag of SGLang or vLLM or why nothing does, else the nearest one and where
+    to look."""
     verb = " ".join(error.command_chain or ())
     flag = (error.token.keyword or error.token.value).partition("=")[0]
-    if verb == "serve" and (why := sglang_flags.reason(flag)) is not None:
-        return f"tetrad serve has no {flag}: {why}."
+    foreign = sglang_flags.reason(flag) or vllm_flags.reason(flag)
+    if verb == "serve" and foreign is not None:
+        return f"tetrad serve has no {flag}: {foreign}."
     is_load = verb in ("bench serve", "bench sweep", "bench compare")
     if is_load and (why := bench_flags.reason(flag)) is not None:
         return f"tetrad {verb} has no {bench_flags.full_name(flag)}: {why}."
-    return f"{_sentence(error)} `tetrad {verb} --help` lists all."
+    known = (name for argument in error.argument_collection for name in argument.names)
+    near = meant(flag, known)
+    hint = "" if near is None else f" Did you mean {near}?"
+    return f"Unknown option: {flag}.{hint} `tetrad {verb} --help` lists all."
 
 
 def _sentence(error: CycloptsError) -> str:
