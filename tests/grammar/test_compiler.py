@@ -7,10 +7,11 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.grammar.conftest import SOURCE, Compile, make_compiler
+from tests.grammar.conftest import ROOT, SOURCE, Compile, make_compiler
 from tetrad.grammar import compiler as compiler_module
 from tetrad.grammar.compiler import Compiled, Compiler, Refused
 from tetrad.grammar.foundry import _epitaph
@@ -133,10 +134,73 @@ def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_ended_a_child_is_said():
-    assert "longer than" in _epitaph(signal.SIGPROF)
-    assert "longer than" in _epitaph(signal.SIGALRM)
-    assert "SIGSEGV" in _epitaph(signal.SIGSEGV)
-    assert "memory" in _epitaph(1 << 8)
+    for status, words, is_ours in (
+        (signal.SIGPROF, "longer than", False),
+        (signal.SIGALRM, "busy with others; try again", True),
+        (signal.SIGSEGV, "crashes .SIGSEGV", False),
+        (signal.SIGABRT, "crashes .SIGABRT", False),
+        (signal.SIGTERM, "from outside .SIGTERM.; try again", True),
+        (1 << 8, "memory", False),
+    ):
+        reason, found = _epitaph(status)
+        assert re.search(words, reason)
+        assert found == is_ours
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def compiling_child(compiler: Compiler, text: str) -> tuple[int, int]:
+    """Key of a grammar that takes long, and the process that compiles it."""
+    key = compiler.ask("json_schema", text)
+    assert key is not None
+    assert compiler._process is not None
+    while not (found := children(compiler._process.pid)):
+        compiler.look()
+        time.sleep(0.002)
+    return key, found[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM])
+def test_a_child_ended_from_outside_blames_nobody_and_is_not_remembered(number: signal.Signals):
+    compiler = make_compiler()
+    try:
+        key, pid = compiling_child(compiler, DEEP)
+        os.kill(pid, number)
+        while (outcome := compiler.outcome(key)) is None:
+            compiler.look()
+            time.sleep(0.002)
+        assert isinstance(outcome, Refused)
+        assert outcome.is_ours
+        assert outcome.reason.endswith("try again.")
+        compiler.forget(frozenset())
+        assert compiler.ask("json_schema", DEEP) != key
+    finally:
+        compiler.stop()
+
+
+def test_children_end_with_the_process_that_forked_them():
+    compiler = Compiler(SOURCE, {**os.environ, "PYTHONPATH": ROOT})
+    try:
+        _, pid = compiling_child(compiler, DEEP)
+        assert compiler._process is not None
+        time.sleep(0.1)
+        os.kill(compiler._process.pid, signal.SIGKILL)
+        compiler._process.wait()
+        deadline = time.monotonic() + 3
+        while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        compiler.stop()
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
 
 
 def test_control_tokens_and_rows_without_a_token_are_no_text():

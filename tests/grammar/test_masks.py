@@ -17,6 +17,7 @@ from tetrad.grammar import masks as masks_module
 from tetrad.grammar.compiler import Compiled, Compiler
 from tetrad.grammar.layout import ALLOWED, DEAD_END, GIVEN_UP, REJECTED, mask_words
 from tetrad.grammar.masks import MaskMaker
+from tetrad.grammar.wire import MAX_MESSAGE_BYTES
 
 WORDS = ["red", "reddish", "green tea", "grün", "rot\n", "0"]
 NUM_ROWS = 6
@@ -126,6 +127,21 @@ def test_a_process_that_is_killed_is_started_anew(
         os.kill(maker._pid, signal.SIGKILL)
         assert maker.fill([(number, []) for number in numbers]) == [ALLOWED] * 2
         assert row_of(maker, 1) == searched(vocabulary, WORDS, b"r")
+
+
+def test_a_new_process_is_told_of_a_long_answer(
+    compiled: Compile, maker: MaskMaker, vocabulary: list[bytes]
+):
+    """Longer than one message may be."""
+    word = next(i for i, token in enumerate(vocabulary) if i > 255 and token.isalpha())
+    words = compiled("regex", "[A-Za-z]*x")
+    assert isinstance(words, Compiled)
+    number, other = maker.open(words), maker.open(one_of(compiled, *WORDS))
+    for _ in range(MAX_MESSAGE_BYTES // 3 // 10_000 + 1):
+        assert maker.fill([(number, [word] * 10_000), (other, [])]) == [ALLOWED] * 2
+    os.kill(maker._pid, signal.SIGKILL)
+    assert maker.fill([(number, []), (other, [])]) == [ALLOWED] * 2
+    assert row_of(maker, 1) == searched(vocabulary, WORDS, b"")
 
 
 def test_one_that_never_starts_is_given_up_at_last(

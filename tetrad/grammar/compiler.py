@@ -1,7 +1,8 @@
 """The engine's side of compiling: ask, look now and then, keep what came.
 
 Nothing here waits. What was compiled stays in memory that belongs to nobody else, known by its
-descriptor; what was refused is remembered too, so that it is refused at once the next time.
+descriptor; what was refused is remembered too, so that it is refused at once the next time, but not
+failures of this server.
 """
 
 from __future__ import annotations
@@ -156,12 +157,14 @@ class Compiler:
 
     def _take(self, message: list[object], descriptors: list[int]) -> None:
         match message:
-            case ["compiled", int(key), str(reason)]:
+            case ["compiled", int(key), str(reason), bool(is_ours)]:
                 is_json = key in self._json_keys
                 self._json_keys.discard(key)
                 self._outcomes[key] = (
-                    Refused(reason) if reason else Compiled(key, descriptors[0], is_json)
+                    Refused(reason, is_ours) if reason else Compiled(key, descriptors[0], is_json)
                 )
+                if is_ours:
+                    _log.error(reason)
             case _:
                 raise ValueError(f"the engine does not know {message[0]!r}")
 

@@ -22,6 +22,7 @@ from tetrad.grammar.vocabulary import breaks_json
 
 CPU_LIMIT_S = 15.0
 WALL_LIMIT_S = 60.0
+"""On processors that are busy; reaching it is no fault of the grammar."""
 MEMORY_LIMIT_BYTES = 1 << 30
 """Beyond what the process has when it begins."""
 MAX_COMPILED_BYTES = 16 << 20

@@ -74,11 +74,14 @@ class Followers:
                 self._compiled[key].add_done_callback(lambda _: tell(["loaded", key]))
             case ["drop", key]:
                 del self._compiled[key]
-            case ["open", number, key, is_json, token_ids]:
+            case ["open", number, key, is_json]:
                 self._work_for(number)
-                follower = Follower(xgrammar.GrammarMatcher(self._compiled[key].result()), is_json)
-                self._read(follower, token_ids)
-                self._followers[number] = follower
+                matcher = xgrammar.GrammarMatcher(self._compiled[key].result())
+                self._followers[number] = Follower(matcher, is_json)
+                self._work_for(NOBODY)
+            case ["read", number, token_ids]:
+                self._work_for(number)
+                self._read(self._followers[number], token_ids)
                 self._work_for(NOBODY)
             case ["close", number]:
                 del self._followers[number]

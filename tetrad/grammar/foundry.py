@@ -8,6 +8,7 @@ and whatever a grammar does to one of them, the next begins in a sound state.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import selectors
 import signal
@@ -26,6 +27,10 @@ from tetrad.grammar.wire import memory_file, receive, send
 MAX_CHILDREN = 8
 """More than processors, so that what takes long shares them with what does not."""
 MAX_REASON_BYTES = 4096
+PR_SET_PDEATHSIG = 1
+"""Linux's `prctl`."""
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals that a grammar may bring upon the library; others come from outside."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,9 @@ class Foundry:
             number, kind, text = self._waiting.popleft()
             result = memory_file("grammar")
             reading, writing = os.pipe()
-            pid = os.fork()
+            parent, pid = os.getpid(), os.fork()
             if pid == 0:
+                _end_with(parent)
                 self._become_other()
                 os._exit(compiling.main(self._info, kind, text, result, writing))
             os.close(writing)
@@ -113,20 +119,39 @@ class Foundry:
         os.close(reading)
         job = self._jobs.pop(reading)
         _, status = os.waitpid(job.pid, 0)
+        is_ours = False
         if status:
-            reason = _epitaph(status)
-        send(self._engine, ["compiled", job.number, reason], () if reason else (job.result,))
+            reason, is_ours = _epitaph(status)
+        message = ["compiled", job.number, reason, is_ours]
+        send(self._engine, message, () if reason else (job.result,))
         os.close(job.result)
 
 
-def _epitaph(status: int) -> str:
-    """Why a child ended that did not say so itself."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number in (signal.SIGALRM, signal.SIGPROF):
-            return f"compiling it takes longer than {compiling.CPU_LIMIT_S:g} s"
-        return f"compiling it crashes ({signal.Signals(number).name})"
-    return compiling.MEMORY_REASON
+def _end_with(parent: int) -> None:
+    """In a child: nobody wants what it compiles once its parent is gone, however that ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _epitaph(status: int) -> tuple[str, bool]:
+    """Why a child ended that did not say so itself, and whether its grammar is not to blame: then
+    it is a sentence of its own."""
+    if not os.WIFSIGNALED(status):
+        return compiling.MEMORY_REASON, False
+    number = os.WTERMSIG(status)
+    if number == signal.SIGPROF:
+        return f"compiling it takes longer than {compiling.CPU_LIMIT_S:g} s", False
+    if number == signal.SIGALRM:
+        busy = f"took {compiling.WALL_LIMIT_S:g} s because the processors are busy with others"
+        return f"Compiling the grammar {busy}; try again.", True
+    name = signal.Signals(number).name
+    if number in CRASHES:
+        return f"compiling it crashes ({name})", False
+    return (
+        f"The process that compiled the grammar was ended from outside ({name}); try again.",
+        True,
+    )
 
 
 def main() -> int:

@@ -28,6 +28,9 @@ CPU_LIMIT_S = 0.5
 """Processor time without progress. A row takes some 50 µs, reading a grammar up to 0.2 s."""
 WALL_LIMIT_S = 10.0
 LOOK_MS = 20
+PIECE_TOKENS = 2048
+"""A new process is told of a long answer in pieces, which messages hold and after each of which it
+has come further."""
 MAX_LOADED = 64
 """Grammars that the process holds though nobody follows them."""
 
@@ -178,7 +181,9 @@ class MaskMaker:
             return
         key = answer.compiled.key
         self._load(answer.compiled)
-        self._tell(["open", number, key, answer.compiled.is_json, answer.token_ids])
+        self._tell(["open", number, key, answer.compiled.is_json])
+        for start in range(0, len(answer.token_ids), PIECE_TOKENS):
+            self._tell(["read", number, answer.token_ids[start : start + PIECE_TOKENS]])
         self._drop_idle()
 
     def _load(self, compiled: Compiled) -> None:
