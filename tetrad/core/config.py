@@ -120,8 +120,8 @@ class ModelOptions(Config):
     )
     sampling_defaults: Literal["model", "openai"] = option(
         "model",
-        "Defaults of sampling fields a request leaves out: the model's generation_config.json, or "
-        "OpenAI's (temperature 1, top_p 1).",
+        "Defaults of sampling fields a request leaves out: the model's (generation_config.json; a "
+        "GGUF file's general.sampling, else llama.cpp's), or OpenAI's (temperature 1, top_p 1).",
         group="Model",
     )
 

@@ -44,6 +44,7 @@ class Console:
         lines = [
             f"Tetrad {tetrad.__version__} serves {service.model.name} at {url}",
             *_facts(info),
+            *_sampling(service.model.defaults.told),
             *_processes(service.config.api_workers or 1),
             f"  ready in {service.startup_s:.1f} s; Ctrl-C ends it",
         ]
@@ -90,6 +91,11 @@ def _limits(info: dict[str, Any]) -> str:
 def _processes(num_workers: int) -> list[str]:
     """Nothing to say of one."""
     return [] if num_workers == 1 else [f"  api      {num_workers} processes share the port"]
+
+
+def _sampling(told: str) -> list[str]:
+    """Nothing to say of what OpenAI's API promises."""
+    return [f"  sampling {told}"] if told else []
 
 
 def _load(info: dict[str, Any]) -> str:

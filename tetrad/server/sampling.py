@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tetrad.core.errors import CheckpointError, RequestError
+from tetrad.core.gguf import GgufFile, is_gguf
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.request import Grammar, SamplingParams
+from tetrad.data import packaged_model
+from tetrad.server.bodies import checked
 from tetrad.server.protocol import SamplingFields
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is 0: dividing logits by it would overflow."""
+
+
+GGUF_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""Field → where a GGUF file tells its default, as convert_hf_to_gguf.py writes it."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +38,62 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    origin: str = "OpenAI's"
+    """Whose values they are."""
 
     @classmethod
     def of(cls, source: Literal["model", "openai"], folder: Path) -> SamplingDefaults:
-        """OpenAI's, or those of the folder's generation_config.json where it has any."""
+        """OpenAI's, or those of the folder's generation_config.json or of the GGUF file where there
+        are any. Raises CheckpointError for values that cannot be."""
+        if source == "openai":
+            return cls()
+        if is_gguf(folder):
+            return _of_gguf(GgufFile.read(folder))
         path = folder / "generation_config.json"
-        if source == "openai" or not path.is_file():
+        if not path.is_file():
             return cls()
         values = read_json_object(path)
-        chosen = {f.name: v for f in fields(cls) if (v := values.get(f.name)) is not None}
+        chosen = {name: v for name in GGUF_KEYS if (v := values.get(name)) is not None}
         for name, value in chosen.items():
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise CheckpointError(f"{path}: {name} must be a number, found {value!r}.")
         if values.get("do_sample") is False:
             chosen["temperature"] = 0.0
-        return cls(**chosen)
+        return cls(**chosen, origin=path.name)
+
+    @property
+    def told(self) -> str:
+        """What holds where a request says nothing, "" where that is what OpenAI's API promises."""
+        usual = SamplingDefaults()
+        found = {name: getattr(self, name) for name in GGUF_KEYS}
+        other = [f"{n} {v:g}" for n, v in found.items() if v != getattr(usual, n)]
+        return f"{', '.join(other)} ({self.origin}) where a request says nothing" if other else ""
+
+
+LLAMA_CPP = SamplingDefaults(
+    temperature=0.8, top_p=0.95, top_k=40, min_p=0.05, origin="llama.cpp's, as the file has none"
+)
+CARDS = {"smollm2": SamplingDefaults(temperature=0.2, top_p=0.9, origin="its model card's")}
+"""Of packaged models, whose files tell nothing: small ones ramble at OpenAI's temperature."""
+
+
+def _of_gguf(file: GgufFile) -> SamplingDefaults:
+    """The file's own values, over its model card's or llama.cpp's."""
+    files = {packaged_model(name): card for name, card in CARDS.items()}
+    chosen = {
+        name: v for name, key in GGUF_KEYS.items() if (v := file.metadata.get(key)) is not None
+    }
+    rest = next((c for f, c in files.items() if f and f.resolve() == file.path), LLAMA_CPP)
+    try:
+        checked(SamplingFields, chosen)
+    except RequestError as error:
+        raise CheckpointError(f"{file.path}, general.sampling: {error}") from None
+    # They are stored in 32 bits: 0.95 would be shown, and compared, as 0.949999988.
+    exact: dict[str, Any] = {
+        name: v if name == "top_k" else float(f"{v:.7g}") for name, v in chosen.items()
+    }
+    origin = "the file's" if chosen else rest.origin
+    return replace(rest, **exact, origin=origin)
 
 
 @dataclass(frozen=True)
