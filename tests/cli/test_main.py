@@ -189,6 +189,7 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--enable-auto-tool-choice"], "tool calls are read whenever a request names"),
         (["serve", "--schedule-policy", "lpm"], "requests go first come, first served, or with"),
         (["serve", "--max-wood"], "Unknown option: --max-wood. `tetrad serve --help` lists all."),
+        (["serve", "--quantization", "modelopt_fp4"], "each tensor is read from the checkpoint"),
         (["bench", "serve", "--profil"], "`tetrad bench serve --help` lists all."),
         (["bench", "serve", "--profile"], "has no --profile: a profiled run is no measurement"),
         (["bench", "serve", "--lora-n=a"], "has no --lora-name: name the adapter with"),

@@ -15,6 +15,7 @@ from tetrad.core.backend_names import EXPERTS, checked_backend
 from tetrad.core.keys import checked_cache_dtype
 from tetrad.core.operation_options import OperationOptions
 from tetrad.core.option import Config, option
+from tetrad.core.quantization import checked_scheme
 from tetrad.core.ranks import Ranks
 
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
@@ -47,10 +48,10 @@ class ModelOptions(Config):
         ge=0.0,
         le=60_000.0,
     )
-    quantization: Literal["nvfp4", "fp8", "int8"] | None = option(
+    quantization: str | None = option(
         None,
-        "Quantise linear weights as they are loaded, of a model without experts. Default: as they "
-        "are stored.",
+        "Quantise linear weights as they are loaded: nvfp4, fp8 or int8. For llama models only, as "
+        "folder or GGUF; those with experts are served as they are stored. Default: as stored.",
         group="Model",
     )
     num_layers: int | None = option(
@@ -296,6 +297,11 @@ class ModelOptions(Config):
     @classmethod
     def _cache_dtype(cls, name: str) -> str:
         return checked_cache_dtype(name)
+
+    @field_validator("quantization")
+    @classmethod
+    def _scheme(cls, name: str | None) -> str | None:
+        return None if name is None else checked_scheme(name)
 
     @field_validator("rehearse")
     @classmethod

@@ -10,9 +10,10 @@ import torch
 
 from tetrad.core.arch import ModelArch
 from tetrad.core.architectures import Arch, arch_of
-from tetrad.core.errors import CheckpointError, ConfigError, nearest
+from tetrad.core.errors import CheckpointError, nearest
 from tetrad.core.gguf import is_gguf
 from tetrad.core.llama_arch import LlamaArch
+from tetrad.core.quantization import check_scheme
 from tetrad.core.ranks import Ranks
 from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.formats.checkpoint import Checkpoint
@@ -52,6 +53,7 @@ def load_model(
     """
     others = others or Solo()
     arch = arch_of(folder).first_layers(num_layers)
+    check_scheme(quantization, arch)
     if isinstance(arch, LlamaArch) and is_gguf(folder):
         return _load_gguf(folder, arch, device, dtype, ops, on_progress, quantization)
     checkpoint = Checkpoint.open(folder, device, on_progress)
@@ -59,7 +61,7 @@ def load_model(
     if isinstance(arch, ModelArch):
         weights = RankWeights(checkpoint, others.ranks)
     source = WeightSource(
-        _quantised(weights, arch, quantization), ops, dtype, WeightLedger(), others=others
+        _quantised(weights, quantization), ops, dtype, WeightLedger(), others=others
     )
     try:
         model = build(arch, source)
@@ -81,7 +83,7 @@ def _load_gguf(
     quantization: str | None,
 ) -> Model:
     file = GgufWeights(path, arch, device, on_progress)
-    source = WeightSource(_quantised(file, arch, quantization), ops, dtype, WeightLedger())
+    source = WeightSource(_quantised(file, quantization), ops, dtype, WeightLedger())
     try:
         model = build(arch, source)
     finally:
@@ -99,14 +101,9 @@ def _is_ignorable_gguf(name: str, arch: LlamaArch) -> bool:
     return match is not None and int(match[1]) >= arch.num_layers
 
 
-def _quantised(weights: StoredWeights, arch: Arch, scheme: str | None) -> StoredWeights:
+def _quantised(weights: StoredWeights, scheme: str | None) -> StoredWeights:
     if scheme is None:
         return weights
-    if isinstance(arch, ModelArch):
-        raise ConfigError(
-            f"--quantization {scheme}: {arch.model_type} is served as it is stored; tetrad "
-            "quantize makes an NVFP4 checkpoint of it."
-        )
     return RequantizedWeights(weights, scheme)
 
 

@@ -15,6 +15,7 @@ from tetrad.core.errors import RequestError, nearest
 from tetrad.core.gguf import GgufFile, is_gguf
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.presets import served_shapes
+from tetrad.core.quantization import check_scheme
 from tetrad.data import model_folder, text_folder
 from tetrad.server import reasoning, tools
 from tetrad.server.chat_template import ChatTemplate, End
@@ -56,6 +57,8 @@ class ServedModel:
         folder = model_folder(config.model)
         folder_of_text = text_folder(folder, config.load_format)
         arch = served_shapes(folder, config.load_format)
+        if config.load_format == "auto":
+            check_scheme(config.quantization, arch)
         tokenizer, template = _text(config, folder, folder_of_text)
         source = template.source if template is not None else ""
         return cls(
