@@ -113,6 +113,10 @@ def ptxas_complaints(kernel: Compiled, folder: Path) -> list[str]:
     return re.findall(r"C7\d\d\d.*", told)
 
 
+INTERPRETED_S = 900
+"""For all cases of a file together: the largest take minutes on a busy core."""
+
+
 def run_interpreted(file: Path, *arguments: str) -> None:
     """Run the tests of a file in a process where Triton interprets kernels instead of compiling.
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.compile_helpers import (
     CAPABILITIES,
+    INTERPRETED_S,
     Compiled,
     compile_launches,
     ptxas_complaints,
@@ -40,6 +41,7 @@ TILE = DenseTile(64, 16, 128, stages=3)
 """Small enough for every GPU that has a copy engine."""
 
 
+@pytest.mark.timeout(INTERPRETED_S)
 def test_interpreted():
     run_interpreted(Path(__file__).with_name("interpreted_dense.py"))
 

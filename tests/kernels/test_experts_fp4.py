@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.house.source import ROOT
-from tests.kernels.compile_helpers import compile_launches, run_interpreted
+from tests.kernels.compile_helpers import INTERPRETED_S, compile_launches, run_interpreted
 from tests.kernels.experts import draw_experts
 from tetrad.core.errors import UnsupportedError
 from tetrad.core.hardware import DeviceSnapshot
@@ -40,6 +40,7 @@ CPU = torch.device("cpu")
 SHAPES = [tile for _, tile in TILES]
 
 
+@pytest.mark.timeout(INTERPRETED_S)
 def test_interpreted():
     run_interpreted(Path(__file__).with_name("interpreted_fp4.py"))
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.compile_helpers import compile_launches, run_interpreted
+from tests.kernels.compile_helpers import INTERPRETED_S, compile_launches, run_interpreted
 from tests.kernels.rows import difficult_rows, reference_rows
 from tetrad.kernels.experts.triton_quantize import quantize_rows
 
 pytest.importorskip("triton")
 
 
+@pytest.mark.timeout(INTERPRETED_S)
 def test_interpreted():
     run_interpreted(Path(__file__).with_name("interpreted_quantize.py"))
 

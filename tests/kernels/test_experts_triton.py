@@ -12,6 +12,7 @@ import torch
 
 from tests.kernels.compile_helpers import (
     CAPABILITIES,
+    INTERPRETED_S,
     Compiled,
     compile_launches,
     ptxas_complaints,
@@ -56,6 +57,7 @@ OTHER_CASES = [
 ]
 
 
+@pytest.mark.timeout(INTERPRETED_S)
 def test_interpreted():
     run_interpreted(Path(__file__).with_name("interpreted_experts.py"))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.kernels.compile_helpers import (
     CAPABILITIES,
+    INTERPRETED_S,
     Compiled,
     compile_launches,
     ptxas_complaints,
@@ -39,6 +40,7 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
+@pytest.mark.timeout(INTERPRETED_S)
 def test_interpreted():
     run_interpreted(Path(__file__).with_name("interpreted_index.py"))
 

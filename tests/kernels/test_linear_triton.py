@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.compile_helpers import (
     CAPABILITIES,
+    INTERPRETED_S,
     Compiled,
     compile_launches,
     ptxas_complaints,
@@ -42,6 +43,7 @@ GLM_MATRICES = ((2048, 6144), (6144, 2048), (12288, 6144), (6144, 12288))
 H200_CORES = 132
 
 
+@pytest.mark.timeout(INTERPRETED_S)
 def test_interpreted():
     run_interpreted(Path(__file__).with_name("interpreted_linear.py"))
 

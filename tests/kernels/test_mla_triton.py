@@ -12,6 +12,7 @@ import torch
 
 from tests.kernels.compile_helpers import (
     CAPABILITIES,
+    INTERPRETED_S,
     Compiled,
     compile_launches,
     run_interpreted,
@@ -41,6 +42,7 @@ H200_CORES = 132
 NEW_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
 
 
+@pytest.mark.timeout(INTERPRETED_S)
 def test_interpreted():
     run_interpreted(Path(__file__).with_name("interpreted_mla.py"))
 
