@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -9,6 +10,8 @@ import pytest
 
 from tests.server.fake_engine import EOS, FakeEngine, saying
 from tests.server.sse import events
+from tetrad.server.chat_template import ChatTemplate
+from tetrad.server.service import Service
 from tetrad.server.text import Tokenizer
 
 ROUTE = "/v1/chat/completions"
@@ -140,6 +143,25 @@ async def test_without_tools_a_call_is_text_and_choice_none_hides_the_tools(
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"].startswith("Well.<tool_call>calculator")
     assert "# Tools" not in tokenizer.decode(engine.seen[0].prompt_ids)
+
+
+async def test_what_the_template_does_not_know_is_told(service: Service, client: httpx.AsyncClient):
+    """In a header, beside fields that nobody knows."""
+    plain = ChatTemplate("{{ messages[0].content }}")
+    service.model = replace(service.model, template=plain, reasoning_parser=None)
+    for fields, warning in (
+        ({}, ""),
+        ({"tools": TOOLS}, "tools have no effect: the chat template of this model does not show"),
+        ({"tools": TOOLS, "tool_choice": "none"}, ""),
+        ({"reasoning_effort": "high"}, "reasoning_effort has no effect: the chat template of"),
+        ({"reasoning_effort": "none"}, ""),
+        ({"tols": [], "tools": TOOLS}, "Unknown field 'tols'. Did you mean 'tools'? tools have no"),
+    ):
+        response = await client.post(ROUTE, json=body(**fields, max_tokens=2, stream=True))
+        assert response.status_code == 200, response.text
+        told = response.headers.get("x-tetrad-warning", "")
+        assert told.startswith(warning)
+        assert bool(told) == bool(warning)
 
 
 async def test_a_conversation_with_tool_results_is_rendered(

@@ -218,8 +218,15 @@ async def test_calls_can_be_forced_only_where_they_can_be_read(
     service.model = replace(service.model, tool_call_parser=None)
     transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
-        for fields in ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [STRICT]}):
-            body = {"messages": USER, "max_tokens": 2} | fields
+        named = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
+        for choice in ("required", named):
+            body = {"messages": USER, "max_tokens": 2, "tools": [TOOL], "tool_choice": choice}
             response = await client.post("/v1/chat/completions", json=body)
             assert response.status_code == 400
-            assert "--tool-call-parser" in response.json()["error"]["message"]
+            assert "--tool-call-parser and one of glm45, " in response.json()["error"]["message"]
+        for choice in ("auto", None):
+            body = {"messages": USER, "max_tokens": 2, "tools": [STRICT], "tool_choice": choice}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+            assert "--tool-call-parser" in response.headers["x-tetrad-warning"]
+            assert engine.seen[-1].sampling.grammar is None

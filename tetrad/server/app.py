@@ -31,6 +31,7 @@ from tetrad.server import (
 )
 from tetrad.server.absent import ABSENT
 from tetrad.server.access import KeyCheck
+from tetrad.server.arrival import arrival
 from tetrad.server.bodies import WARNING_HEADER, Body
 from tetrad.server.failures import error_response, path_of, response_of, route_of
 from tetrad.server.messages_protocol import CountBody, MessagesBody
@@ -168,7 +169,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         response = await handler(service, request)
-        if warnings := getattr(request.state, "warnings", None):
+        if warnings := arrival().warnings:
             response.headers[WARNING_HEADER] = " ".join(warnings)
         return response
 

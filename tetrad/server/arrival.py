@@ -37,6 +37,7 @@ class Arrival:
         "queue_s",
         "request_id",
         "traceparent",
+        "warnings",
     )
 
     def __init__(self, request_id: str = "", config: ServeConfig | None = None) -> None:
@@ -52,6 +53,8 @@ class Arrival:
         """Of the API key it came with."""
         self.traceparent = ""
         """Of the trace that it is part of (W3C)."""
+        self.warnings: list[str] = []
+        """Sentences about what it asks for in vain, for a header of the answer."""
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.handed_over_at = self.began_at
         """When its body was read and its prompt tokenised, and the engine was given it."""

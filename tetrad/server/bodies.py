@@ -68,7 +68,7 @@ async def read_body(
     request: Request, body_type: type[BodyType], *, or_empty: bool = False
 ) -> BodyType:
     """The validated body; with `or_empty` none is an empty one. Raises RequestError (400 or 413)
-    with a sentence and the field. Unknown fields become `request.state.warnings`, or a RequestError
+    with a sentence and the field. Unknown fields become `arrival().warnings`, or a RequestError
     too if `app.state.is_strict`."""
     raw = bytearray()
     try:
@@ -87,7 +87,7 @@ async def read_body(
     if told and request.app.state.is_strict:
         sentence, name = told[0]
         raise RequestError(f"{sentence} The server runs with --strict-api.", param=name)
-    request.state.warnings = [sentence for sentence, _ in told]
+    arrival().warnings += [sentence for sentence, _ in told]
     arrival().ask(getattr(body, "priority", None), getattr(body, "timeout", None))
     arrival().ask_name(getattr(body, "own_id", None))
     return body

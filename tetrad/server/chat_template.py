@@ -7,6 +7,7 @@ loop controls, `tojson` without escaping, `raise_exception` and `strftime_now`.
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,10 @@ class ChatTemplate:
                 f"The chat template of {where} is not valid Jinja: {error.message} "
                 f"(line {error.lineno})."
             ) from None
+
+    def mentions(self, *names: str) -> bool:
+        """Whether any of these variables is a word of it; if not, they change no prompt."""
+        return re.search(rf"\b(?:{'|'.join(names)})\b", self.source) is not None
 
     def render(
         self,

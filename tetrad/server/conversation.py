@@ -6,11 +6,13 @@ All APIs that speak in messages come here: chat itself, and those that translate
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from tetrad.server.arrival import arrival
 from tetrad.server.chat_template import End
 from tetrad.server.choices import Choice, make_choices, room_for_answer
+from tetrad.server.model import ServedModel
 from tetrad.server.protocol import ChatBody
 from tetrad.server.reasoning import ReasoningParser
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
@@ -22,6 +24,8 @@ SHORT_CONVERSATION = 32
 SHORT_CHARACTERS = 16_384
 """Rendering no more messages and characters than these, and no tools, takes less than a
 millisecond."""
+
+REASONING_FIELDS = ("reasoning_effort", "reasoning", "thinking")
 
 
 async def translated(num_parts: int, translate: Callable[[], ChatBody]) -> ChatBody:
@@ -35,6 +39,7 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
     model = service.model
     tools = body.active_tools
     prompt, ids = await chat_prompt(service, body)
+    arrival().warnings += _in_vain(model, body)
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
     form, tool_format = model.reasoning_format, model.tool_format
     start = form.start(prompt) if form else None
@@ -59,6 +64,22 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
     )
     params = sampling_params(body, model.defaults, limits, grammar)
     return make_choices(answer_id, [(ids, params)], body.n or 1, session)
+
+
+def _in_vain(model: ServedModel, body: ChatBody) -> Iterator[str]:
+    """Sentences about fields that this model cannot heed."""
+    template = model.template
+    if template is None:
+        return
+    if body.active_tools and not template.mentions("tools"):
+        yield "tools have no effect: the chat template of this model does not show them."
+    elif body.active_tools and model.tool_format is None:
+        yield "Calls of tools stay text: the server runs without --tool-call-parser."
+    asked = [name for name in REASONING_FIELDS if getattr(body, name) is not None]
+    switches = _template_variables(body.model_copy(update={"chat_template_kwargs": None}))
+    is_off = model.reasoning_format is None and switches.get("enable_thinking") is False
+    if asked and switches and not is_off and not template.mentions(*switches):
+        yield f"{asked[0]} has no effect: the chat template of this model has no switch for it."
 
 
 async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]:

@@ -5,7 +5,8 @@
     parallel_tool_calls false             arguments by its schema
     "auto" beside a response_format       calls, or what the format asks for
 
-Arguments match a tool's schema if it is strict or its call is forced, else they are any.
+Arguments match a tool's schema if it is strict or its call is forced, else they are any. Where
+calls are not read from the text, none can be forced, and strict tools constrain nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tetrad.server.model import ServedModel
 from tetrad.server.protocol import ChatBody
 from tetrad.server.reasoning import Start
 from tetrad.server.tool_events import ToolParser
+from tetrad.server.tools import TOOL_FORMATS
 from tetrad.server.tools_dsml import DsmlParser
 from tetrad.server.tools_glm import GlmParser
 
@@ -48,11 +50,12 @@ def _with_tools(model: ServedModel, body: ChatBody, asked: Grammar | None) -> Gr
     is_one = body.parallel_tool_calls is False or bool(body.forced_tool)
     is_strict = any(tool["function"].get("strict") for tool in tools)
     if form is None:
-        if is_forced or is_strict:
+        if is_forced:
             raise RequestError(
-                "Calls can be forced only where they can be read: start the server with "
-                "--tool-call-parser.",
-                param="tool_choice" if is_forced else "tools",
+                "tool_choice forces a call, and calls of this model are not read; start the server "
+                f"with --tool-call-parser and one of {', '.join(TOOL_FORMATS)}, whichever the "
+                "model was trained to write, or send tool_choice auto.",
+                param="tool_choice",
             )
         return asked
     if is_forced:
