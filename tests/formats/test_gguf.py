@@ -6,6 +6,7 @@ import contextlib
 import random
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -121,6 +122,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         header(0, 1, text("general.alignment") + number(4, "I") + number(0, "I")),
         "its alignment is 0",
     ),
+    "number of parts": (
+        header(0, 1, text("split.count") + number(8, "I") + text("two")),
+        "its split.count is no number",
+    ),
 }
 
 
@@ -160,6 +165,32 @@ def test_other_models_are_refused(tmp_path: Path, name: str, found: str):
     writer.close()
     with pytest.raises(CheckpointError, match=found):
         arch_of_gguf(GgufFile.read(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("tokenizer.ggml.eos_token_id", 60_000, "eos_token_id is 60000, and the model's vocabu"),
+        ("tokenizer.ggml.eot_token_id", -1, "eot_token_id is -1, and the model's vocabulary of"),
+        ("tokenizer.ggml.eos_token_id", "end", "eos_token_id has a value of another type"),
+        ("tokenizer.ggml.bos_token_id", 128, "vocabulary of 128 tokens ends with 127"),
+        ("llama.rope.freq_base", float("nan"), "The model's rotary base is nan; it must be"),
+        ("llama.rope.freq_base", 0.0, "The model's rotary base is 0.0; it must be above 0"),
+        ("llama.attention.layer_norm_rms_epsilon", float("inf"), "epsilon of its norms is inf"),
+        ("llama.attention.layer_norm_rms_epsilon", 0.0, "epsilon of its norms is 0.0"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(
+    tmp_path: Path, good: bytes, key: str, value: object, found: str
+):
+    """An end token outside the vocabulary would end the engine at the first min_tokens."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(good)
+    file = GgufFile.read(path)
+    told = {"tokenizer.ggml.add_bos_token": True, key: value}
+    assert arch_of_gguf(file).eos_ids == (2, 0)
+    with pytest.raises(CheckpointError, match=found):
+        arch_of_gguf(replace(file, metadata=file.metadata | told))
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])

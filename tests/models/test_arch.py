@@ -133,6 +133,10 @@ def test_where_the_indexer_schedule_comes_from(config: dict[str, Any], expected:
         ({"n_group": 8}, "8 experts do not form 8 equal groups"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number, found '64'"),
         ({"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ({"eos_token_id": [1, 60_000]}, "eos_token_id is 60000, and the model's vocabulary of"),
+        ({"eos_token_id": -1}, "config.json: eos_token_id is -1, and the model's vocabulary of"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a whole number, found '</s>'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, found nan"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], told: str):

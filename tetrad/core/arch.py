@@ -176,7 +176,7 @@ class ModelArch:
             mla=_mla(read, rope),
             indexer=_indexer(read, model_type, num_layers),
             moe=_moe(read, num_layers),
-            eos_ids=eos_ids(config),
+            eos_ids=eos_ids(read),
         )
 
     def first_layers(self, num_layers: int | None) -> ModelArch:
@@ -208,7 +208,8 @@ class Reader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise CheckpointError(f"config.json: {key} must be a number, found {value!r}.")
         return float(value)
 
@@ -339,9 +340,24 @@ def _first_dense_layers(read: Reader, num_layers: int) -> int:
     return num_dense
 
 
-def eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+def eos_ids(read: Reader) -> tuple[int, ...]:
     """`eos_token_id`, one or several."""
-    eos = config.get("eos_token_id")
+    eos = read.config.get("eos_token_id")
     if eos is None:
         return ()
-    return tuple(int(i) for i in eos) if isinstance(eos, list) else (int(eos),)
+    listed = eos if isinstance(eos, list) else [eos]
+    vocab = read.integer("vocab_size")
+    return tuple(token_id(found, vocab, "config.json: eos_token_id") for found in listed)
+
+
+def token_id(found: Any, vocab: int, where: str) -> int:
+    """`found`, if it is an id of a vocabulary of `vocab` tokens. Raises CheckpointError that begins
+    with `where` it was found: steps index rows of logits by it."""
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise CheckpointError(f"{where} must be a whole number, found {found!r}.")
+    if not 0 <= found < vocab:
+        raise CheckpointError(
+            f"{where} is {found}, and the model's vocabulary of {vocab} tokens ends with "
+            f"{vocab - 1}."
+        )
+    return found

@@ -116,7 +116,9 @@ def _read(path: Path, _changed_ns: int) -> GgufFile:
     for _ in range(num_values):
         key = cursor.text(MOST_NAME_BYTES)
         metadata[key] = cursor.value(cursor.number("I"))
-    if int(metadata.get("split.count", 0)) > 1:
+    if not isinstance(num_parts := metadata.get("split.count", 0), int):
+        raise CheckpointError(f"{path} is damaged: its split.count is no number.")
+    if num_parts > 1:
         raise CheckpointError(f"{path} is one part of several; gguf-split --merge makes them one.")
     infos = [_tensor_info(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tetrad.core.arch import RopeArch
+from tetrad.core.arch import RopeArch, token_id
 from tetrad.core.errors import CheckpointError
 from tetrad.core.gguf import GgufFile
 from tetrad.core.llama_arch import GqaArch, LlamaArch
@@ -43,17 +43,20 @@ def arch_of_gguf(file: GgufFile) -> LlamaArch:
         )
     context = file.get("llama.context_length", int)
     theta = file.get("llama.rope.freq_base", float, 10_000.0)
+    vocab = _vocab(file)
+    if file.metadata.get("tokenizer.ggml.add_bos_token", False):
+        _token_id(file, "tokenizer.ggml.bos_token_id", vocab)
     return LlamaArch(
         num_layers=file.get("llama.block_count", int),
         hidden=hidden,
-        vocab=_vocab(file),
+        vocab=vocab,
         intermediate=file.get("llama.feed_forward_length", int),
         norm_eps=file.get("llama.attention.layer_norm_rms_epsilon", float),
         max_position=context,
         rope=RopeArch(theta, head_dim, context),
         gqa=GqaArch(heads, file.get("llama.attention.head_count_kv", int, heads), head_dim),
         is_tied="output.weight" not in file.tensors,
-        eos_ids=_eos_ids(file),
+        eos_ids=_eos_ids(file, vocab),
     )
 
 
@@ -64,15 +67,21 @@ def _vocab(file: GgufFile) -> int:
     return table.shape[0]
 
 
-def _eos_ids(file: GgufFile) -> tuple[int, ...]:
+def _token_id(file: GgufFile, key: str, vocab: int) -> int:
+    return token_id(file.get(key, int), vocab, f"{file.path}: {key}")
+
+
+def _eos_ids(file: GgufFile, vocab: int) -> tuple[int, ...]:
     """What the metadata names, and the control tokens that llama.cpp takes for an end, too."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    found = [file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)]
+    found = [_token_id(file, key, vocab) for key in keys if key in file.metadata]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     kinds = file.metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, list):
         pairs = zip(tokens, kinds, strict=False)
         found += [
-            i for i, (token, kind) in enumerate(pairs) if kind == CONTROL and token in END_TOKENS
+            i
+            for i, (token, kind) in enumerate(pairs)
+            if i < vocab and kind == CONTROL and token in END_TOKENS
         ]
     return tuple(dict.fromkeys(found))

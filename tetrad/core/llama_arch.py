@@ -6,6 +6,7 @@ head.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +67,12 @@ class LlamaArch:
             raise CheckpointError("A size of the model's shape is 0; each must be at least 1.")
         if self.num_layers > MOST_LAYERS:
             raise CheckpointError(f"The model claims {self.num_layers} layers; none has so many.")
+        for name, value in (
+            ("epsilon of its norms", self.norm_eps),
+            ("rotary base", self.rope.theta),
+        ):
+            if not (math.isfinite(value) and value > 0):
+                raise CheckpointError(f"The model's {name} is {value}; it must be above 0.")
         if gqa.num_heads % gqa.num_kv_heads:
             raise CheckpointError(
                 f"{gqa.num_heads} query heads cannot share {gqa.num_kv_heads} heads of keys evenly."
@@ -95,7 +102,7 @@ class LlamaArch:
             rope=_rope(config, head_dim, max_position),
             gqa=GqaArch(heads, read.integer("num_key_value_heads", heads), head_dim),
             is_tied=bool(config.get("tie_word_embeddings", False)),
-            eos_ids=eos_ids(config),
+            eos_ids=eos_ids(read),
         )
 
     def first_layers(self, num_layers: int | None) -> LlamaArch:
