@@ -18,6 +18,7 @@ import numpy as np
 import xgrammar
 
 from tetrad.grammar.layout import JSON_KIND
+from tetrad.grammar.schemas import check_pattern, enforced, enforced_tag
 from tetrad.grammar.vocabulary import breaks_json
 
 CPU_LIMIT_S = 15.0
@@ -62,6 +63,8 @@ def compile_grammar(info: xgrammar.TokenizerInfo, kind: str, text: str) -> bytes
         data = compiled.serialize_json()
     except MemoryError:
         raise
+    except RecursionError:
+        raise RefusedError("it is nested too deeply; some hundred levels work") from None
     except Exception as error:  # noqa: BLE001 - the binding raises what it likes
         raise RefusedError(_reason(error)) from None
     if len(data) > MAX_COMPILED_BYTES:
@@ -78,16 +81,25 @@ def compile_grammar(info: xgrammar.TokenizerInfo, kind: str, text: str) -> bytes
 def _compile(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgrammar.CompiledGrammar:
     match kind:
         case "json_schema":
-            return compiler.compile_json_schema(text)
+            return compiler.compile_json_schema(_enforced(text))
         case "regex":
+            check_pattern(text, "the regex")
             return compiler.compile_regex(text)
         case "ebnf":
             return compiler.compile_grammar(text)
         case "lark":
             return compiler.compile_lark(text)
         case "structural_tag":
-            return compiler.compile_structural_tag(json.loads(text))
+            return compiler.compile_structural_tag(enforced_tag(json.loads(text)))
     raise RefusedError(f"there is no kind {kind!r}")
+
+
+def _enforced(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError:
+        return text  # the compiler says what is wrong
+    return json.dumps(enforced(schema))
 
 
 def _reason(error: Exception) -> str:
