@@ -84,11 +84,10 @@ def test_a_prompt_may_be_piped_in(tetrad, monkeypatch):
         assert tetrad("chat", "--url", url)[:2] == (0, "3 + 5 = 8\n")
     assert server.bodies[0]["messages"][0]["content"] == "What is\n3+5?"
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
-    code, _, err = tetrad("chat", "--url", url)
-    assert (code, err) == (
-        2,
-        "error: There is nothing to ask: give a prompt, or pipe one in.\n",
-    )
+    for prompt in ((), ("",), ("  ",)):
+        code, _, err = tetrad("chat", *prompt, "--url", url)
+        sentence = "error: There is nothing to ask: give a prompt, or pipe one in.\n"
+        assert (code, err) == (2, sentence)
 
 
 class Terminal(io.StringIO):

@@ -178,5 +178,8 @@ def test_a_wrong_key_file_is_one_sentence_without_a_key(tmp_path: Path, text: st
     with pytest.raises(ConfigError, match=message) as caught:
         Keys.of(ServeConfig(api_key_file=path))
     assert "secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"nowhere cannot be read: no such file or directory\.$"):
         Keys.of(ServeConfig(api_key_file=tmp_path / "nowhere"))
+    path.write_bytes(b"alice \xff")
+    with pytest.raises(ConfigError, match=r"cannot be read: it is no text in UTF-8\.$"):
+        Keys.of(ServeConfig(api_key_file=path))

@@ -139,6 +139,8 @@ def test_a_taken_port_is_told_before_the_model_is_loaded():
     [
         ({"tp": 2}, "--tp 2 is not supported"),
         ({"model": "/nowhere"}, "/nowhere is not a folder"),
+        ({"model": str(ROOT / "README.md")}, "README.md is a file, but no GGUF file; MODEL is a"),
+        ({"model": "glm-5"}, "glm-5 names shapes only, and no folder here is called so; --load-"),
         ({"host": "203.0.113.1"}, "this machine has no such address"),
         ({"host": "no.such.host.invalid"}, "--host no.such.host.invalid cannot be used"),
     ],

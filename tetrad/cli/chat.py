@@ -26,8 +26,8 @@ def _chat(config: ChatConfig) -> int:
     prompt = config.prompt
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().strip()
-        if not prompt:
-            raise ConfigError("There is nothing to ask: give a prompt, or pipe one in.")
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("There is nothing to ask: give a prompt, or pipe one in.")
     narrator = Narrator()
     with server(config, narrator) as url:
         talk = Conversation(config, url, narrator)

@@ -88,6 +88,12 @@ MAX_NAME_CHARACTERS = 500
 """A longer one is no misspelt name, and comparing it would take long."""
 
 
+def unreadable(path: object, error: OSError | UnicodeDecodeError) -> str:
+    """The sentence for a file that cannot be read as text, without Python's numbers."""
+    why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no text in UTF-8"
+    return f"{path} cannot be read: {why[:1].lower()}{why[1:]}."
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest of `known`, or "" when nothing is close."""
     if len(name) > MAX_NAME_CHARACTERS:

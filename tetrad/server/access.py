@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import ConfigError
+from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.arrival import arrival
 from tetrad.server.failures import error_response, path_of
 from tetrad.server.tally import MOST_KEYS
@@ -103,7 +103,7 @@ def _read(path: Path) -> list[Key]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}.") from None
+        raise ConfigError(unreadable(f"--api-key-file {path}", error)) from None
     keys = []
     for number, line in enumerate(lines, start=1):
         words = line.split()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tetrad.core.errors import ConfigError, RequestError
+from tetrad.core.errors import ConfigError, RequestError, unreadable
 from tetrad.core.jsonfile import read_json_object
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception"})
@@ -128,7 +128,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template {path} cannot be read: {error}.") from None
+        raise ConfigError(unreadable(f"The chat template {path}", error)) from None
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, Any]:

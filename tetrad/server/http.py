@@ -7,12 +7,13 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from tetrad.core.config import ServeConfig
-from tetrad.core.errors import ConfigError
+from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.app import build_app
 from tetrad.server.beat import beat
 from tetrad.server.connections import Connection
@@ -77,6 +78,9 @@ def check_tls(config: ServeConfig) -> None:
     """Raise ConfigError when the files of HTTPS cannot be used."""
     if config.ssl_certfile is None:
         return
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if (path := getattr(config, name)) is not None:
+            _check_readable(f"--{name.replace('_', '-')} {path}", path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(
@@ -85,10 +89,20 @@ def check_tls(config: ServeConfig) -> None:
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
     except (OSError, ValueError) as error:
+        reason = (getattr(error, "reason", None) or "").replace("_", " ").lower()
+        why = f" ({reason})" if reason not in ("", "pem lib") else ""
         raise ConfigError(
-            f"HTTPS cannot be served with --ssl-certfile {config.ssl_certfile}: {error}; it needs "
-            "a certificate in PEM, and its key there or in --ssl-keyfile."
+            f"HTTPS cannot be served with --ssl-certfile {config.ssl_certfile}{why}; it needs a "
+            "certificate in PEM, and its key there or in --ssl-keyfile."
         ) from None
+
+
+def _check_readable(flag: str, path: Path) -> None:
+    """OpenSSL does not tell which of several files it could not open."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(unreadable(flag, error)) from None
 
 
 class _Uvicorn(uvicorn.Server):

