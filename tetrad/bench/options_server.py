@@ -69,8 +69,8 @@ class ServerOptions(Config):
     )
     tokenizer: Path | None = option(
         None,
-        "Folder with the model's tokenizer.json. Default: the folder the server names, or --model, "
-        "when it is on this machine.",
+        "Folder with the model's tokenizer.json, or a GGUF file. Default: what the server names, "
+        "or --model, when it is on this machine.",
     )
     header: tuple[str, ...] = option((), "Headers to send with every request, as Name=value.")
     api_key: str | None = option(None, "Sent as a bearer token.", env="OPENAI_API_KEY")

@@ -13,9 +13,9 @@ from tetrad.bench.client import Client
 from tetrad.bench.datasets import FILES, build
 from tetrad.bench.files import lines_of
 from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.tokens import Vocabulary
+from tetrad.bench.tokens import Vocabulary, has_tokenizer
 from tetrad.bench.workload import Prompt, Seeds
-from tetrad.core.errors import BenchFailure, ConfigError
+from tetrad.core.errors import BenchFailure, CheckpointError, ConfigError
 from tetrad.core.spread import Spread
 
 
@@ -56,8 +56,7 @@ async def prepare(
     model = config.model or found.model
     if model is None and protocol(config.backend).path != "/generate":
         raise ConfigError(f"{config.url}/v1/models names no model; give --model.")
-    folder = config.tokenizer or found.tokenizer or model_folder(config.model)
-    vocabulary = Vocabulary(folder) if folder is not None else None
+    vocabulary = _vocabulary(config, found.tokenizer, say)
     if found.silence and vocabulary is None and config.dataset_name not in FILES:
         raise BenchFailure(found.silence)
     seeds = Seeds.of(config).of_repetition(repetition)
@@ -71,11 +70,26 @@ async def prepare(
     return Plan(config, seeds, model, vocabulary, prompts, bodies, due_s)
 
 
+def _vocabulary(
+    config: BenchServeConfig, named: Path | None, say: Callable[[str], None]
+) -> Vocabulary | None:
+    """By --tokenizer, the server's word or --model; a GGUF file of the server's that is not read
+    here is said and passed over, since not every workload needs it."""
+    if config.tokenizer is not None:
+        return Vocabulary(config.tokenizer)
+    folder = named or model_folder(config.model)
+    try:
+        return None if folder is None else Vocabulary(folder)
+    except CheckpointError as error:
+        say(f"the server's tokenizer is not used: {error}")
+        return None
+
+
 def model_folder(model: str | None) -> Path | None:
-    """The folder with the tokenizer, when `--model` is the path of one, as SGLang's command lines
-    have it."""
+    """The folder or GGUF file with the tokenizer, when `--model` is the path of one, as SGLang's
+    command lines have it."""
     folder = Path(model or "")
-    return folder if model and (folder / "tokenizer.json").is_file() else None
+    return folder if model and has_tokenizer(folder) else None
 
 
 def lengths(values: Sequence[int | None]) -> str:

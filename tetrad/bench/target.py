@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import aiohttp
 
 from tetrad.bench.client import Client, in_words
 from tetrad.bench.judge import error_message
+from tetrad.bench.tokens import has_tokenizer
 from tetrad.core.errors import BenchFailure, ConfigError
 
 POLL_S = 1.0
@@ -26,7 +26,7 @@ class Target:
     model: str | None
     """First model of /v1/models, None where the server has no such route."""
     tokenizer: Path | None
-    """Folder of the tokenizer, when it is on this machine."""
+    """Folder of the tokenizer, or GGUF file, when it is on this machine."""
     silence: str = ""
     """Why nothing is known: what went wrong when it was asked."""
 
@@ -74,7 +74,7 @@ async def _describe(client: Client) -> Target:
     info = await get_json(client, "/model_info") or {}
     named = info.get("tokenizer_path") or info.get("model_path") or first.get("root")
     folder = Path(str(named)) if named else None
-    is_here = folder is not None and os.path.isfile(folder / "tokenizer.json")
+    is_here = folder is not None and has_tokenizer(folder)
     name = first.get("id")
     return Target(name if isinstance(name, str) else None, folder if is_here else None)
 

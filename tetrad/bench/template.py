@@ -11,10 +11,13 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tetrad.core.errors import ConfigError
+from tetrad.core.gguf import GgufFile, is_gguf
+from tetrad.data.gguf_tokenizer import special_tokens
 
 
 class ChatTemplate:
-    """chat_template.jinja of a tokenizer's folder, else the one in tokenizer_config.json."""
+    """chat_template.jinja of a tokenizer's folder, else the one in tokenizer_config.json; of a GGUF
+    file its own."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when the folder has none, or one that is no template."""
@@ -29,8 +32,8 @@ class ChatTemplate:
             raise ConfigError(f"The chat template of {folder} is no template: {error}.") from error
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt up to where the answer begins, without the beginning-of-text token, which the
-        server adds. Raises ConfigError with what the template says."""
+        """The prompt up to where the answer begins, without the beginning-of-text token where
+        the server adds it. Raises ConfigError with what the template says."""
         special = {name: _text(self._config.get(name)) for name in ("bos_token", "eos_token")}
         try:
             text = self._template.render(
@@ -38,7 +41,8 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"The chat template of {self.folder} failed: {error}.") from error
-        return text.removeprefix(special["bos_token"])
+        adds_first = self._config.get("add_bos_token", True)
+        return text.removeprefix(special["bos_token"]) if adds_first else text
 
     def _source(self) -> str:
         path = self.folder / "chat_template.jinja"
@@ -54,6 +58,11 @@ class ChatTemplate:
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    if is_gguf(folder):
+        file = GgufFile.read(folder)
+        source = file.metadata.get("tokenizer.chat_template")
+        adds_first = file.metadata.get("tokenizer.ggml.add_bos_token", False)
+        return {"chat_template": source, "add_bos_token": adds_first, **special_tokens(file)}
     path = folder / "tokenizer_config.json"
     parsed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return parsed if isinstance(parsed, dict) else {}

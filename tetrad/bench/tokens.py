@@ -1,8 +1,9 @@
-"""The tokenizer of the server under load, read from its folder."""
+"""The tokenizer of the server under load, read from its folder or GGUF file."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tetrad.core.errors import ConfigError
+from tetrad.core.gguf import GgufFile, is_gguf
+from tetrad.data.gguf_tokenizer import encoder_of
 
 REPAIRS = 40
 LOOSE_END = 16
@@ -21,14 +24,11 @@ class Vocabulary:
     """Ordinary token ids, exact-length text and token counts."""
 
     def __init__(self, folder: Path) -> None:
-        """Read `folder`/tokenizer.json. Raises ConfigError when it is not there or not readable."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"{folder} holds no tokenizer.json; --tokenizer names its folder.")
-        parsed = json.loads(path.read_text(encoding="utf-8"))
+        """Read `folder`/tokenizer.json, or the GGUF file that `folder` is. Raises ConfigError or
+        CheckpointError when it is not there or not readable."""
         self.folder = folder
-        self.ordinary_ids = ordinary_ids(parsed)
-        self._tokenizer = Tokenizer.from_str(json.dumps(parsed))
+        self._tokenizer = _read(folder)
+        self.ordinary_ids = ordinary_ids(json.loads(self._tokenizer.to_str()))
 
     def count(self, text: str) -> int:
         """Tokens of `text`, without any the tokenizer would add around it."""
@@ -85,6 +85,24 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any the tokenizer would add around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def has_tokenizer(model: Path) -> bool:
+    """Is this a folder with a tokenizer.json, or a GGUF file, on this machine?"""
+    # A server names what it likes; unlike Path's, these look-ups raise for no name.
+    is_folder = os.path.isfile(model / "tokenizer.json")
+    return is_folder or (model.suffix == ".gguf" and os.path.isfile(model))
+
+
+def _read(model: Path) -> Tokenizer:
+    if is_gguf(model):
+        return encoder_of(GgufFile.read(model))
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{model} holds no tokenizer.json; --tokenizer names its folder, or a GGUF file."
+        )
+    return Tokenizer.from_str(path.read_text(encoding="utf-8"))
 
 
 def ordinary_ids(parsed: dict[str, Any]) -> list[int]:

@@ -98,8 +98,9 @@ def known(vocabulary: Vocabulary | None) -> Vocabulary:
     """The vocabulary that generated prompts need. Raises ConfigError when there is none."""
     if vocabulary is None:
         raise ConfigError(
-            "Random prompts need the model's vocabulary and the server names no folder that is on "
-            "this machine; give --tokenizer FOLDER, or a file with --dataset-name custom."
+            "Random prompts need the model's vocabulary and the server names no folder or GGUF "
+            "file with it on this machine; give --tokenizer FOLDER, or a file with --dataset-name "
+            "custom."
         )
     return vocabulary
 
