@@ -63,6 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"minimum": 5}, "`minimum` without a `type`"),
     ({"pattern": "^a$"}, "`pattern` without a `type`"),
     ({"minItems": 2}, "`minItems` without a `type`"),
+    ({"items": INTEGER, "unevaluatedProperties": True, "required": ["a"]}, "`required` of `a`"),
     ({"patternProperties": {"x": INTEGER}}, "`patternProperties` without a `type`"),
     (obj(xa=STRING) | {"patternProperties": {"x": INTEGER}}, "`patternProperties` beside `prop"),
     (
@@ -225,10 +226,12 @@ def test_a_pattern_goes_before_a_format():
         ({"type": "object", "propertyNames": {"pattern": "^x$"}}, '{"y": 1}'),
         ({"type": ["string", "null"], "maxLength": 2}, '"aaa"'),
         ({"items": INTEGER, "minItems": 2}, "[1]"),
+        ({"unevaluatedItems": INTEGER, "minItems": 1}, "[]"),
+        ({"unevaluatedProperties": INTEGER}, '{"a": "b"}'),
         ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, "[1, 2]"),
         ({"properties": {"a": INTEGER}, "required": ["a"]}, "{}"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_what_is_accepted_is_enforced(schema: dict[str, Any], text: str):
     assert not matches(schema, text)

@@ -215,8 +215,8 @@ class _Check:
         if types is not None:
             return {"number" if name == "integer" else name for name in types}
         for kind, names in (
-            ("object", ("properties", "additionalProperties")),
-            ("array", ("items", "prefixItems")),
+            ("object", ("properties", "additionalProperties", "unevaluatedProperties")),
+            ("array", ("items", "prefixItems", "unevaluatedItems")),
         ):
             if any(name in schema for name in names):
                 return {kind}
