@@ -50,5 +50,5 @@ def test_without_matplotlib_the_flag_says_how_to_get_it(monkeypatch):
         return real(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(UnsupportedError, match=r"--png needs matplotlib; .*tetrad\[plot\]"):
+    with pytest.raises(UnsupportedError, match=r"--png needs matplotlib; .*\.\[plot\]"):
         require_matplotlib("--png")

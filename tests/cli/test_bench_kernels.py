@@ -125,7 +125,7 @@ def test_where_nothing_can_run_it_says_so_and_fails(tetrad):
 def test_a_plot_without_matplotlib_is_a_sentence_before_any_work(tetrad, tmp_path: Path):
     code, out, err = tetrad(*QUICK, "--plot", str(tmp_path / "roof.png"))
     assert (code, out) == (2, "")
-    assert 'pip install "tetrad[plot]"' in err
+    assert 'pip install -e ".[plot]"' in err
 
 
 def test_a_plot(tetrad, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 
 from tests.house.source import ROOT
 
@@ -57,3 +58,15 @@ def test_the_embedded_model_is_whole_and_small():
         "tokenizer_config.json",
     } <= names
     assert sum(p.stat().st_size for p in folder.iterdir()) < EMBEDDED_MODEL_CAP_BYTES
+
+
+def test_what_installs_an_extra_works_in_a_clone():
+    """Tetrad is on no index, and an extra that is told of is one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = [*(ROOT / "tetrad").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    told = {path: path.read_text() for path in files}
+    assert not [path for path, text in told.items() if re.search(r"install ['\"]tetrad\[", text)]
+    extra = re.compile(r"""(?:\binstall\(|install -e ['"]\.\[)['"]?([a-z0-9]+)['"\]]""")
+    named = {name for text in told.values() for name in extra.findall(text)}
+    assert {"otel", "plot", "flashinfer", "gguf", "humming"} <= named
+    assert named <= set(project["optional-dependencies"])

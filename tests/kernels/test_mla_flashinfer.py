@@ -111,7 +111,7 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch):
     assert "12.0 or 12.1 (Blackwell), this GPU has 9.0" in str(BACKEND.why_not(hopper))
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     if triton_support.triton is not None:
-        assert 'pip install "tetrad[flashinfer]"' in str(BACKEND.why_not(workstation))
+        assert 'pip install -e ".[flashinfer]"' in str(BACKEND.why_not(workstation))
     assert BACKEND.rounding is not None
     assert "not run on hardware" in BACKEND.remarks
     with pytest.raises(UnsupportedError, match="needs an NVIDIA GPU"):

@@ -175,7 +175,7 @@ def test_without_opentelemetry_it_is_one_sentence():
     assert done.returncode == 2
     assert done.stderr == (
         "error: --otlp-traces-endpoint needs OpenTelemetry, which is not installed; "
-        '`pip install "tetrad[otel]"` brings it.\n'
+        '`pip install -e ".[otel]"` in Tetrad\'s folder brings it.\n'
     )
 
 

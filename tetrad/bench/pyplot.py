@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tetrad.core.errors import UnsupportedError
+from tetrad.core.extras import install
 
 
 def require_matplotlib(flag: str) -> Any:
@@ -13,7 +14,7 @@ def require_matplotlib(flag: str) -> Any:
         import matplotlib as mpl
     except ImportError:
         raise UnsupportedError(
-            f'{flag} needs matplotlib; `pip install "tetrad[plot]"` installs it.'
+            f"{flag} needs matplotlib; `{install('plot')}` in Tetrad's folder installs it."
         ) from None
     mpl.use("agg")
     from matplotlib import pyplot as plt

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tetrad.core.extras import install
 from tetrad.core.hardware import has_nvidia_driver
 
 FIELDS = (
@@ -29,7 +30,7 @@ class Gpus:
             import pynvml
         except ImportError:
             self.why_none = (
-                'nvidia-ml-py is not installed; `pip install "tetrad[gpu]"` brings it'
+                f"nvidia-ml-py is not installed; `{install('gpu')}` in Tetrad's folder brings it"
                 if has_nvidia_driver()
                 else "this machine has no NVIDIA driver"
             )

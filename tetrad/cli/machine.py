@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 import tetrad
+from tetrad.core.extras import install
 from tetrad.core.hardware import has_nvidia_driver
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "pydantic", "fastapi", "aiohttp")
@@ -88,7 +89,7 @@ def find_gpus() -> tuple[list[Gpu], str]:
     except ImportError:
         if not has_nvidia_driver():
             return [], "no NVIDIA driver"
-        return [], 'the driver cannot be asked; `pip install "tetrad[gpu]"` brings nvidia-ml-py'
+        return [], f"the driver cannot be asked; `{install('gpu')}` brings nvidia-ml-py"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

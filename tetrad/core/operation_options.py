@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
+from tetrad.core.extras import install
 from tetrad.core.option import Config, option
 
 AccessLog = Literal["off", "text", "json"]
@@ -116,7 +117,7 @@ class OperationOptions(Config):
     otlp_traces_endpoint: str | None = option(
         None,
         "Send a trace of each request there by OTLP over HTTP, such as "
-        'http://localhost:4318/v1/traces. Needs pip install "tetrad[otel]".',
+        f"http://localhost:4318/v1/traces. Needs {install('otel')}.",
         group="Telling",
     )
     profile_dir: Path | None = option(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.errors import CheckpointError, ConfigError
+from tetrad.core.extras import install
 from tetrad.core.gguf import GgufFile, GgufTensor
 from tetrad.core.llama_arch import LlamaArch
 from tetrad.formats import integers
@@ -141,7 +142,7 @@ def _decoded(rows: Tensor, stored: GgufTensor) -> Tensor:
     except ImportError:
         raise ConfigError(
             f"'{stored.name}' is stored as {stored.type_name}, which the package gguf decodes; "
-            "pip install 'tetrad[gguf]'."
+            f"`{install('gguf')}` in Tetrad's folder brings it."
         ) from None
     kind = gguf.GGMLQuantizationType(stored.type_id)
     return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind))

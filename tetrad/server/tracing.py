@@ -1,5 +1,5 @@
 """Traces by OpenTelemetry: a span for each request, and in it one each for waiting in the queue,
-for the prompt, and for the answer. Needs the extra `tetrad[otel]`.
+for the prompt, and for the answer. Needs the extra `otel`.
 
 Spans are made when the request is over, from times that were taken anyway.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tetrad
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
+from tetrad.core.extras import install
 from tetrad.server.arrival import Arrival
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Tracing:
         except ImportError:
             raise ConfigError(
                 "--otlp-traces-endpoint needs OpenTelemetry, which is not installed; "
-                '`pip install "tetrad[otel]"` brings it.'
+                f"`{install('otel')}` in Tetrad's folder brings it."
             ) from None
         resource = Resource.create({"service.name": "tetrad"})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)

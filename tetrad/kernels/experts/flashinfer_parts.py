@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.core.extras import install
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.kernels import triton_support
 from tetrad.kernels.experts.nvfp4_stacks import Nvfp4Experts
 
-INSTALL = 'pip install "tetrad[flashinfer]"'
+INSTALL = install("flashinfer")
 SCALE_ROWS, SCALE_COLUMNS = 128, 4
 """Block scales of one tile."""
 
