@@ -218,8 +218,10 @@ async def test_calls_can_be_forced_only_where_they_can_be_read(
     service.model = replace(service.model, tool_call_parser=None)
     transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
-        named = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
-        for choice in ("required", named):
+        function: Any = TOOL["function"]
+        named = {"type": "function", "function": {"name": function["name"]}}
+        choices: list[Any] = ["required", named]
+        for choice in choices:
             body = {"messages": USER, "max_tokens": 2, "tools": [TOOL], "tool_choice": choice}
             response = await client.post("/v1/chat/completions", json=body)
             assert response.status_code == 400
