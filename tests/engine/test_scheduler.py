@@ -344,3 +344,17 @@ def test_a_live_rid_is_refused():
     scheduler.add(make_request("a"))
     with pytest.raises(RequestError, match="'a' is already running"):
         scheduler.add(make_request("a"))
+
+
+def test_whole_prompts_come_last_and_the_longest_at_the_end():
+    """Attention looks for them at the end of a step; who shares pages or goes on is before them."""
+    bench = Bench(make_scheduler(make_limits(64, running=8, step=4096, context=1024)))
+    shared = [7] * 200
+    bench.scheduler.add(make_request("goes on", shared, 9))
+    bench.step()
+    for rid, prompt in (("long", [5] * 90), ("short", [3] * 20), ("shares", [*shared, 1])):
+        bench.scheduler.add(make_request(rid, prompt))
+    bench.scheduler.add(make_request("middle", [4] * 50))
+    works = bench.step().sequences
+    assert [work.rid for work in works] == ["goes on", "shares", "short", "middle", "long"]
+    assert [work.start == 0 for work in works] == [False, False, True, True, True]

@@ -41,7 +41,7 @@ from tetrad.engine.forecast import Forecast, Outlook
 from tetrad.engine.line import WaitingLine
 from tetrad.engine.prefix import PrefixCache, extend_names
 from tetrad.engine.sequence import Sequence
-from tetrad.engine.work import Planned, finish_of, output_of, plan_work
+from tetrad.engine.work import Planned, finish_of, output_of, plan_work, whole_tokens
 
 NON_FINITE = (
     "The model gave logits that are not finite for this request, so it was ended; other requests "
@@ -246,9 +246,7 @@ class Scheduler:
         self.cache.check([page for s in self.running for page in s.pages])
 
     def _commit(self, planned: Planned) -> StepPlan:
-        """From here on the step's tokens count as computed. Prompts from their first token on come
-        last, the longest at the end: attention computes those there apart."""
-        planned.sort(key=lambda pair: 0 if pair[1].start else len(pair[1].token_ids))
+        """From here on the step's tokens count as computed."""
         if planned:
             self._planned.append(planned)
         return StepPlan(tuple(work for _, work in planned))
@@ -302,7 +300,8 @@ class Scheduler:
             self.counters.preemptions += 1
 
     def _admit_waiting(self, planned: Planned, budget: int) -> None:
-        self._outlook = None
+        """Whole prompts come last, the longest at the end: attention computes them apart."""
+        self._outlook, first = None, len(planned)
         while self.waiting and budget > 0:
             found = self._room_for(self.waiting.first)
             if found is None:
@@ -313,6 +312,7 @@ class Scheduler:
             budget -= plan_work(sequence, budget, planned)
             if self._outlook is not None:
                 self._outlook.add(sequence)
+        planned[first:] = sorted(planned[first:], key=whole_tokens)
 
     def _room_for(self, sequence: Sequence) -> list[int] | None:
         """The pages it would share if it came in now; None if it may not. Leaves one page for each

@@ -27,6 +27,12 @@ def plan_work(sequence: Sequence, budget: int, planned: Planned) -> int:
     return end - start
 
 
+def whole_tokens(planned: tuple[Sequence, SequenceWork]) -> int:
+    """Tokens of a prompt that is computed from its first one on; 0 for what goes on from others."""
+    work = planned[1]
+    return 0 if work.start else len(work.token_ids)
+
+
 def finish_of(sequence: Sequence, token_id: int) -> Finish | None:
     """Whether its newest token ends it."""
     if token_id in sequence.end_ids:
