@@ -32,9 +32,10 @@ NICENESS = 10
 """Those who serve go first."""
 TRIAL_TOKENS = 96
 TRIAL_WALKS = 4
-SLOW_S = 0.1
-"""Processor time that one token may take; all in a step wait for it. Most schemas take less than 1
-ms, an e-mail address by its format 20 ms with a vocabulary of 50,000."""
+SLOW_S, SLOW_VOCAB = 0.02, 25_000
+"""Processor time that one token may take with a vocabulary of up to so many, in proportion beyond,
+as a mask looks at each of them; all in a step wait for it. Most schemas take less than 1 ms, an
+e-mail address by its format up to 20 ms with 49,152 tokens."""
 MAX_REASON_CHARACTERS = 300
 
 
@@ -128,10 +129,11 @@ def _try_out(
     row = np.zeros((1, (info.vocab_size + 31) // 32), np.int32)
     draw = random.Random(seed)
     ends, vocabulary = set(info.stop_token_ids), info.decoded_vocab
+    most_s = slow_s(info.vocab_size)
     for walk in range(TRIAL_WALKS):
         matcher, text = xgrammar.GrammarMatcher(compiled), b""
         for position in range(TRIAL_TOKENS):
-            with _quick():
+            with _quick(most_s):
                 matcher.fill_next_token_bitmask(row, 0)
             bits = np.unpackbits(row.view(np.uint8)[0], count=info.vocab_size, bitorder="little")
             allowed = np.flatnonzero(bits)
@@ -146,7 +148,7 @@ def _try_out(
                 going_on = [i for i in going_on if not breaks_json(vocabulary[i])]
             if not going_on:
                 break
-            with _quick():
+            with _quick(most_s):
                 matcher.accept_token(going_on[0])
             text += vocabulary[going_on[0]]
 
@@ -171,11 +173,16 @@ def _some(draw: random.Random, allowed: np.ndarray) -> list[int]:
     return [int(allowed[draw.randrange(len(allowed))]) for _ in range(8)]
 
 
+def slow_s(vocab_size: int) -> float:
+    """Seconds of processor time that one token of a trial may take."""
+    return SLOW_S * max(1.0, vocab_size / SLOW_VOCAB)
+
+
 @contextlib.contextmanager
-def _quick():  # type: ignore[no-untyped-def]
+def _quick(most_s: float):  # type: ignore[no-untyped-def]
     began_s = time.process_time()
     yield
-    if time.process_time() - began_s > SLOW_S:
+    if time.process_time() - began_s > most_s:
         raise RefusedError(
             "it takes too long to follow: many ways of reading the same text, or very many counted "
             "repetitions, are the usual reason"
