@@ -22,7 +22,7 @@ EXAMPLES: list[m.Message] = [
     m.EngineReady({"total_pages": 4, "backends": [{"op": "topk", "refusals": {}}]}),
     m.EngineProgress("weights", "1 GB"),
     m.RequestRefused("a", "too long", 400, "prompt"),
-    m.StepOutputs([OUTPUT], m.EngineStats(running_requests=1, gen_throughput=2.5)),
+    m.StepOutputs([OUTPUT], m.EngineStats(running_requests=1), b"\1\0\0\0", b"\5\0\0\0"),
     m.Heartbeat(0.5, m.EngineStats()),
     m.LogSettings("debug", None),
     m.Reply(7, True, "done", {"n": 1}),

@@ -119,10 +119,20 @@ class RequestRefused:
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """Engine → API after a step that gave someone something: one message to each worker, for all
-    of its requests."""
+    of its requests.
+
+    A plain token is one of which nothing else is new since the last output of its request. There
+    are thousands a step, so they travel as two columns of equal length. They come before
+    `outputs`: a request may be in both.
+    """
 
     outputs: list[RequestOutput]
+    """What is more than a plain token: the first of a request, its end, several at once."""
     stats: EngineStats
+    numbers: bytes = b""
+    """Of the requests that got a plain token, `Request.number` as uint32 of this machine."""
+    tokens: bytes = b""
+    """Their tokens, as int32 of this machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ class Request:
     """Of the HTTP request, under which it may be aborted besides its own."""
     client_rid: str = ""
     """The rid that its client knows, where the engine has another."""
+    number: int = 0
+    """Its own among the live requests of its API process, below 2**32: short for the rid."""
 
     @property
     def own_rid(self) -> str:

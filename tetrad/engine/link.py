@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Self
 
 import zmq
@@ -36,17 +37,44 @@ from tetrad.core.messages import (
     StepOutputs,
 )
 from tetrad.core.request import Request, RequestOutput
-from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode
+from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode, plain_tokens
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.005
 SLICE = 64
 """Streams that are woken together: some 2 ms of work."""
+NUMBERS = 1 << 32
 NEWS_WAIT_S = 5.0
 """How long the reason may take to come after the engine's sockets are gone."""
 
 Progress = Callable[[EngineProgress], None]
+
+
+class _Stream:
+    """What one request gets."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[RequestOutput | TetradError] = asyncio.Queue()
+        self._told: RequestOutput | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        """Something new."""
+        self._told = output
+        self.items.put_nowait(output)
+
+    def take_token(self, token_id: int) -> None:
+        """One more token; all else is as it was told last."""
+        told = self._told
+        assert told is not None
+        output = RequestOutput(
+            told.rid,
+            (token_id,),
+            prompt_tokens=told.prompt_tokens,
+            cached_tokens=told.cached_tokens,
+            num_preemptions=told.num_preemptions,
+        )
+        self.items.put_nowait(output)
 
 
 class EngineLink:
@@ -69,8 +97,10 @@ class EngineLink:
         self.on_log_settings: Callable[[LogSettings], None] | None = None
         """Hears what is to be logged from now on, whichever process was told."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._streams: dict[str, asyncio.Queue[RequestOutput | TetradError]] = {}
+        self._streams: dict[str, _Stream] = {}
         """By the name that the request has in the engine."""
+        self._numbered: dict[int, _Stream] = {}
+        """The same by the request's number."""
         self._num_requests = 0
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
@@ -113,20 +143,21 @@ class EngineLink:
         """
         self._num_requests += 1
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
-        stream = self._streams[name] = asyncio.Queue()
+        number = self._num_requests % NUMBERS
+        stream = self._streams[name] = self._numbered[number] = _Stream()
         is_over = False
         try:
-            named = replace(request, rid=name, client_rid=request.rid)
+            named = replace(request, rid=name, client_rid=request.rid, number=number)
             await self._tell(AddRequests([named], self._worker))
             while not is_over:
-                item = await stream.get()
+                item = await stream.items.get()
                 if isinstance(item, TetradError):
                     is_over = True
                     raise item
                 is_over = item.finish is not None
                 yield structs.replace(item, rid=request.rid)
         finally:
-            del self._streams[name]
+            del self._streams[name], self._numbered[number]
             if not is_over:
                 with contextlib.suppress(EngineDiedError):
                     self._send(AbortRequests([name]))
@@ -160,7 +191,7 @@ class EngineLink:
         if not self.died.done() and not self._is_stopping and isinstance(error, EngineDiedError):
             self.died.set_result(error)
         for stream in self._streams.values():
-            stream.put_nowait(error)
+            stream.items.put_nowait(error)
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(error)
@@ -207,16 +238,23 @@ class EngineLink:
                 message = decode(await self._incoming.recv_multipart())
                 self._receive(message)
                 if isinstance(message, StepOutputs):
-                    await self._hand_out(message.outputs)
+                    await self._hand_out(message)
         except ValueError as error:
             self.fail(EngineDiedError(f"The engine sent something unreadable: {error}."))
 
-    async def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
+    async def _hand_out(self, message: StepOutputs) -> None:
         """Wake a few streams at a time. What else waits for the event loop, a new connection or
         whoever asks for /health, then waits for a few of them and not for thousands."""
-        for start in range(0, len(outputs), SLICE):
-            for output in outputs[start : start + SLICE]:
-                self._deliver(output.rid, output)
+        tokens, outputs = plain_tokens(message), iter(message.outputs)
+        for _ in range(0, len(message.numbers) // 4 + len(message.outputs), SLICE):
+            num_left = SLICE
+            for number, token in islice(tokens, SLICE):
+                num_left -= 1
+                if stream := self._numbered.get(number):
+                    stream.take_token(token)
+            for output in islice(outputs, num_left):
+                if stream := self._streams.get(output.rid):
+                    stream.take(output)
             await asyncio.sleep(0)
 
     def _receive(self, message: Message) -> None:
@@ -227,7 +265,9 @@ class EngineLink:
             case Heartbeat(step_age_s, stats):
                 self.stats, self.step_age_s = stats, step_age_s
             case RequestRefused(rid, text, http_status, param):
-                self._deliver(rid, RequestError(text, http_status=http_status, param=param))
+                if stream := self._streams.get(rid):
+                    error = RequestError(text, http_status=http_status, param=param)
+                    stream.items.put_nowait(error)
             case Reply(call_id):
                 if (reply := self._calls.get(call_id)) and not reply.done():
                     reply.set_result(message)
@@ -246,10 +286,6 @@ class EngineLink:
                 self._ready.set_result(None)
             case EngineDied():
                 self.fail(_error_of(message))
-
-    def _deliver(self, rid: str, item: RequestOutput | TetradError) -> None:
-        if stream := self._streams.get(rid):
-            stream.put_nowait(item)
 
     def _not_listening(self, task: asyncio.Task[None]) -> None:
         """A task that fails leaves nobody to hear the engine: nobody must wait for it then."""

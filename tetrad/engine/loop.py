@@ -13,7 +13,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -33,7 +33,6 @@ from tetrad.core.messages import (
     Message,
     RequestRefused,
     Shutdown,
-    StepOutputs,
     WorkerJoined,
     WorkerLeft,
 )
@@ -41,6 +40,7 @@ from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.calls import Calls
 from tetrad.engine.engine import Engine
 from tetrad.engine.outboxes import Outboxes
+from tetrad.engine.shares import Shares
 from tetrad.engine.wire import INBOX, address, decode
 
 BEAT_INTERVAL_S = 0.5
@@ -64,8 +64,7 @@ class EngineLoop:
         self._inbox.connect(address(folder, INBOX, FIRST_WORKER))
         self._outboxes = Outboxes(self._context, folder)
         self._outboxes.follow(self._workers)
-        self._owners: dict[str, int] = {}
-        """Whose each live request is, but for those of the first worker."""
+        self._shares = Shares()
         self._engine: Engine | None = None
         self._step_started_at: float | None = None
         self._is_over = threading.Event()
@@ -110,7 +109,8 @@ class EngineLoop:
     def _admit_ready(self, engine: Engine) -> None:
         """Let in who need not wait for a grammar any more."""
         for rid, error in engine.admit_ready():
-            self._refuse(rid, error, self._owners.pop(rid, FIRST_WORKER))
+            self._refuse(rid, error, self._shares.owner(rid))
+            self._shares.end(rid)
 
     def _refuse(self, rid: str, error: RequestError | CapacityError, worker: int) -> None:
         status = error.http_status if isinstance(error, RequestError) else 503
@@ -122,18 +122,8 @@ class EngineLoop:
         if outputs:
             assert self._engine is not None
             stats = self._engine.stats()
-            for worker, share in self._shares(outputs).items():
-                self._outboxes.send(worker, StepOutputs(share, stats))
-
-    def _shares(self, outputs: list[RequestOutput]) -> Mapping[int, list[RequestOutput]]:
-        if len(self._workers) == 1:
-            return {FIRST_WORKER: outputs}
-        shares: dict[int, list[RequestOutput]] = {worker: [] for worker in self._workers}
-        for output in outputs:
-            shares[self._owners.get(output.rid, FIRST_WORKER)].append(output)
-            if output.finish is not None:
-                self._owners.pop(output.rid, None)
-        return shares
+            for worker, message in self._shares.messages(outputs, self._workers, stats):
+                self._outboxes.send(worker, message)
 
     def _take_messages(self, engine: Engine) -> bool:
         """Handle what has come; sleeps until something comes if there is nothing to do. False at
@@ -176,13 +166,12 @@ class EngineLoop:
         except (RequestError, CapacityError) as error:
             self._refuse(request.rid, error, worker)
         else:
-            if worker != FIRST_WORKER:
-                self._owners[request.rid] = worker
+            self._shares.begin(request, worker)
 
     def _abort(self, engine: Engine, rids: Iterable[str]) -> None:
         for rid in rids:
             engine.abort(rid)
-            self._owners.pop(rid, None)
+            self._shares.end(rid)
 
     def _join(self, engine: Engine, worker: int) -> None:
         self._workers |= {worker}
@@ -194,7 +183,7 @@ class EngineLoop:
         self._workers -= {worker}
         self._inbox.disconnect(address(self._folder, INBOX, worker))
         self._outboxes.follow(self._workers)
-        self._abort(engine, [rid for rid, owner in self._owners.items() if owner == worker])
+        self._abort(engine, self._shares.of(worker))
 
     def _beat(self) -> None:
         # Sockets belong to threads, so the beat has its own.

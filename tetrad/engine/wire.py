@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tetrad.core.messages import MESSAGES, Message
+from tetrad.core.messages import MESSAGES, Message, StepOutputs
 
 INBOX = "to-engine"
 """Begins the name of a socket file inside the private folder that all processes know: of the
@@ -30,6 +30,15 @@ def decode(frames: Sequence[bytes]) -> Message:
         raise ValueError(f"not a message: {len(frames)} frames, the first says {name!r}")
     message: Message = _decoders[name].decode(frames[1])
     return message
+
+
+def plain_tokens(message: StepOutputs) -> Iterator[tuple[int, int]]:
+    """(number of a request, its next token) of what came in columns. Raises ValueError if they do
+    not fit."""
+    numbers, tokens = memoryview(message.numbers), memoryview(message.tokens)
+    if len(numbers) != len(tokens) or len(numbers) % 4:
+        raise ValueError(f"columns of {len(numbers)} and {len(tokens)} bytes")
+    return zip(numbers.cast("I"), tokens.cast("i"), strict=True)
 
 
 def address(folder: str, box: str, worker: int) -> str:
