@@ -36,7 +36,7 @@ class WilfulFollowers(Followers):
             os.kill(os.getpid(), signal.SIGSEGV)
         if SLEEPS in token_ids:
             time.sleep(0.3)
-        return super()._fill(row, number, token_ids)
+        return super()._fill(row, number, [i for i in token_ids if i != SLEEPS])
 
 
 if __name__ == "__main__":

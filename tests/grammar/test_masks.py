@@ -8,14 +8,15 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 
 from tests.grammar.conftest import SOURCE, Compile
 from tests.grammar.hasty_foundry import CRASHES, SLEEPS, SPINS
 from tetrad.grammar import masks as masks_module
-from tetrad.grammar.compiler import Compiled, Compiler
-from tetrad.grammar.layout import ALLOWED, DEAD_END, GIVEN_UP, REJECTED, mask_words
+from tetrad.grammar.compiler import Compiled, Compiler, Refused
+from tetrad.grammar.layout import ALLOWED, DEAD_END, ENDED, GIVEN_UP, REJECTED, mask_words
 from tetrad.grammar.masks import MaskMaker
 from tetrad.grammar.wire import MAX_MESSAGE_BYTES
 
@@ -89,13 +90,18 @@ def test_a_row_says_when_nothing_goes_on(compiled: Compile, maker: MaskMaker):
     assert maker.fill([(maker.open(control), [])]) in ([ALLOWED], [DEAD_END])
 
 
-@pytest.mark.parametrize("what", [SPINS, CRASHES])
+@pytest.mark.parametrize(
+    ("what", "state", "why"), [(SPINS, GIVEN_UP, "too long"), (CRASHES, ENDED, "ended twice")]
+)
 def test_one_is_given_up_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
     compiled: Compile,
+    compiler: Compiler,
     maker: MaskMaker,
     vocabulary: list[bytes],
     what: int,
+    state: int,
+    why: str,
 ):
     monkeypatch.setattr(masks_module, "CPU_LIMIT_S", 0.1)
     good, bad = one_of(compiled, *WORDS), one_of(compiled, f"bad {what}")
@@ -105,7 +111,7 @@ def test_one_is_given_up_and_the_others_go_on(
     r, e, g = (vocabulary.index(letter) for letter in (b"r", b"e", b"g"))
     assert maker.fill([(first, [r])]) == [ALLOWED]
     states = maker.fill([(first, [e]), (culprit, [what]), (last, [g])])
-    assert states == [ALLOWED, GIVEN_UP, ALLOWED]
+    assert states == [ALLOWED, state, ALLOWED]
     assert row_of(maker, 0) == searched(vocabulary, WORDS, b"re")
     assert row_of(maker, 2) == searched(vocabulary, WORDS, b"g")
     d = vocabulary.index(b"d")
@@ -113,6 +119,40 @@ def test_one_is_given_up_and_the_others_go_on(
     assert row_of(maker, 0) == searched(vocabulary, WORDS, b"red")
     assert row_of(maker, 1) == searched(vocabulary, WORDS, b"g")
     maker.close(culprit)  # as whoever was told does
+    refused = compiler.outcome(bad.key)
+    assert isinstance(refused, Refused)
+    assert why in refused.reason
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_whom_a_killed_process_worked_for_is_tried_anew_once(
+    compiled: Compile, compiler: Compiler, maker: MaskMaker, vocabulary: list[bytes], num_kills: int
+):
+    """As when the system is short of memory."""
+    grammar = one_of(compiled, "red", f"killed {num_kills} times")
+    number, r = maker.open(grammar), vocabulary.index(b"r")
+    maker.fill([(number, [])])
+
+    def kill() -> None:
+        for _ in range(num_kills):
+            pid = maker._pid
+            while maker._words[0] != number or maker._pid == 0:
+                time.sleep(0.001)
+            os.kill(maker._pid, signal.SIGKILL)
+            while maker._pid == pid:
+                time.sleep(0.001)
+
+    thread = Thread(target=kill, daemon=True)
+    thread.start()
+    states = maker.fill([(number, [SLEEPS, r])])
+    if num_kills == 1:
+        assert states == [ALLOWED]
+        assert row_of(maker, 0) == searched(vocabulary, ["red"], b"r")
+        assert compiler.outcome(grammar.key) is grammar
+    else:
+        assert states == [ENDED]
+        assert isinstance(compiler.outcome(grammar.key), Refused)
+    thread.join(5)
 
 
 def test_a_process_that_is_killed_is_started_anew(
@@ -151,7 +191,7 @@ def test_one_that_never_starts_is_given_up_at_last(
     monkeypatch.setattr(masks_module, "WALL_LIMIT_S", 0.05)
     monkeypatch.setattr(compiler, "follow", lambda end, masks: None)
     number = maker.open(one_of(compiled, "red"))
-    assert maker.fill([(number, [])]) == [GIVEN_UP]
+    assert maker.fill([(number, [])]) == [ENDED]
     maker.stop()
 
 
@@ -160,7 +200,7 @@ def test_who_only_waits_for_a_processor_is_not_given_up(
 ):
     monkeypatch.setattr(masks_module, "CPU_LIMIT_S", 0.1)
     number = maker.open(one_of(compiled, "red"))
-    assert maker.fill([(number, [SLEEPS])]) == [REJECTED]
+    assert maker.fill([(number, [SLEEPS])]) == [ALLOWED]
 
 
 def test_a_grammar_that_is_not_followed_any_more_is_dropped_at_last(

@@ -17,15 +17,19 @@ from tetrad.core.errors import CapacityError, RequestError
 from tetrad.core.request import Grammar, Request, RequestOutput
 from tetrad.core.step import StepPlan
 from tetrad.grammar.compiler import Compiled, Refused
-from tetrad.grammar.layout import ALLOWED, DEAD_END
+from tetrad.grammar.layout import ALLOWED, DEAD_END, ENDED, GIVEN_UP, REJECTED
 
 Phase = Literal["first", "reasoning", "matching"]
 
 FAILURES = {
     DEAD_END: "The model's vocabulary has no token with which this answer could go on to match its "
     "grammar.",
+    REJECTED: "The answer has a token that its grammar does not allow; this is a fault of the "
+    "server, whose log may say more.",
+    GIVEN_UP: "The answer's grammar takes too long to follow, so the request was ended.",
+    ENDED: "The process that follows grammars ended twice in a row; the server's log says more. "
+    "Send the request again.",
 }
-GAVE_UP = "The answer's grammar takes too long to follow, so the request was ended."
 
 
 class Foundry(Protocol):
@@ -205,7 +209,7 @@ class Grammars:
         for _, _, answer in rows:
             answer.token_ids = []
         failed = {
-            rid: FAILURES.get(state, GAVE_UP)
+            rid: FAILURES[state]
             for (_, rid, _), state in zip(rows, states, strict=True)
             if state != ALLOWED
         }

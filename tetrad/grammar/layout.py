@@ -11,9 +11,9 @@ HEADER_WORDS = 16
 WORD_BYTES = 4
 NOBODY = -1
 
-ALLOWED, DEAD_END, REJECTED, GIVEN_UP = range(4)
+ALLOWED, DEAD_END, REJECTED, GIVEN_UP, ENDED = range(5)
 """What became of a row: filled; no token is allowed; the grammar did not allow what it got; it took
-too long, or ended the process."""
+too long; the process ended, and again when it was tried anew."""
 
 
 JSON_KIND = "json_schema"

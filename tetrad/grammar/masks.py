@@ -1,7 +1,9 @@
 """The engine's side of following grammars: masks of allowed tokens, whatever a grammar costs.
 
-Each row has its time. If the followers' process spends it without coming further, or ends, the
-answer that it worked for is given up; a new process is told of the others and goes on.
+Each row has its time. If the followers' process spends it without coming further, the answer that
+it worked for is given up; a new process is told of the others and goes on. If it ends by itself, as
+when the system is short of memory, nobody is to blame at first: all is tried anew. Only an answer
+for which it was at work both times is given up.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tetrad.grammar.compiler import Compiled, Compiler
-from tetrad.grammar.layout import GIVEN_UP, HEADER_WORDS, NOBODY, WORD_BYTES, mask_words
+from tetrad.grammar.layout import (
+    ENDED,
+    GIVEN_UP,
+    HEADER_WORDS,
+    NOBODY,
+    WORD_BYTES,
+    mask_words,
+)
 from tetrad.grammar.wire import channel, memory_file, receive, send
 
 _log = logging.getLogger(__name__)
@@ -36,7 +45,11 @@ MAX_LOADED = 64
 
 
 class LostError(Exception):
-    """The process ended, or does not come further."""
+    """The process ended."""
+
+
+class StuckError(LostError):
+    """It does not come further."""
 
 
 @dataclass
@@ -45,6 +58,8 @@ class Answer:
 
     compiled: Compiled
     token_ids: list[int] = field(default_factory=list)
+    was_worked_for: bool = False
+    """Was it, when a process ended?"""
 
 
 class MaskMaker:
@@ -59,6 +74,8 @@ class MaskMaker:
         self._end: socket.socket | None = None
         self._pid = 0
         self._answers: dict[int, Answer] = {}
+        self._given_up: dict[int, int] = {}
+        """What became of answers that are not closed yet."""
         self._loaded: dict[int, None] = {}
         """Keys of grammars that the process holds, the one opened longest ago first."""
         self._unread: set[int] = set()
@@ -87,8 +104,8 @@ class MaskMaker:
                 self._start()
             self._load(compiled)
             self._take_news()
-        except LostError:
-            self._give_up()
+        except LostError as error:
+            self._begin_anew(error)
             return False
         return compiled.key not in self._unread
 
@@ -102,6 +119,7 @@ class MaskMaker:
 
     def close(self, number: int) -> None:
         """Nobody asks for it any more."""
+        self._given_up.pop(number, None)
         known = self._answers.pop(number, None) is not None
         if known and self._end is not None:
             with contextlib.suppress(LostError):
@@ -110,20 +128,20 @@ class MaskMaker:
     def fill(self, wanted: Sequence[tuple[int, list[int]]]) -> list[int]:
         """Fill a row for each (number, tokens since the last time); blocks. Returns what became of
         each; those that were given up are closed."""
-        states = [GIVEN_UP] * len(wanted)
+        states: dict[int, int] = {}
         rows = [(row, number, ids) for row, (number, ids) in enumerate(wanted)]
         while left := [row for row in rows if row[1] in self._answers]:
             try:
                 done = self._ask(left)
-            except LostError:
-                self._give_up()
+            except LostError as error:
+                self._begin_anew(error)
                 continue
-            for (row, number, ids), state in zip(left, done, strict=True):
-                states[row] = state
+            for (_, number, ids), state in zip(left, done, strict=True):
+                states[number] = state
                 self._was_ended = False
                 self._answers[number].token_ids += ids
             break
-        return states
+        return [states.get(number, self._given_up.get(number, ENDED)) for number, _ in wanted]
 
     def stop(self) -> None:
         """End the process."""
@@ -237,19 +255,31 @@ class MaskMaker:
         if count != self._mark[0] or cpu_s < self._mark[1]:
             self._mark = (count, cpu_s, clock_s)
         elif cpu_s - self._mark[1] > CPU_LIMIT_S or clock_s - self._mark[2] > WALL_LIMIT_S:
-            raise LostError
+            raise StuckError
 
-    def _give_up(self) -> None:
-        """Whoever was worked for is closed. If it was nobody, the process was ended from outside;
-        if so twice without a mask in between, everybody is closed."""
-        answer = self._answers.pop(self._words[0], None)
+    def _begin_anew(self, error: LostError) -> None:
+        """End the process, and give up whoever is to blame; if the second in a row was at work for
+        nobody, everybody."""
+        number = self._words[0]
         self._kill()
-        _log.warning("The process that follows grammars ended or got stuck; another is started.")
-        if answer is not None:
-            self._compiler.refuse(answer.compiled.key, TOO_SLOW)
-        elif self._was_ended:
-            self._answers.clear()
+        how = "got stuck" if isinstance(error, StuckError) else "ended"
+        _log.warning("The process that follows grammars %s; another is started.", how)
+        answer = self._answers.get(number)
+        if answer is None:
+            if self._was_ended:
+                self._answers.clear()
+        elif isinstance(error, StuckError):
+            self._give_up(number, GIVEN_UP, TOO_SLOW)
+        elif answer.was_worked_for:
+            self._give_up(number, ENDED, ENDS_IT)
+        else:
+            answer.was_worked_for = True
         self._was_ended = answer is None
+
+    def _give_up(self, number: int, state: int, reason: str) -> None:
+        """Refuse its grammar from now on."""
+        self._compiler.refuse(self._answers.pop(number).compiled.key, reason)
+        self._given_up[number] = state
 
     def _kill(self) -> None:
         assert self._end is not None
@@ -265,6 +295,7 @@ class MaskMaker:
 
 
 TOO_SLOW = "it takes too long to follow"
+ENDS_IT = "the process that follows it ended twice while at work for the same answer"
 
 
 def _cpu_s(pid: int) -> float:
