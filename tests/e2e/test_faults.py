@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.conftest import Served, serving
 from tests.e2e.scripted import NULL, Stream, begin
-from tests.e2e.test_api_workers import family, listens, status, until, workers
+from tests.e2e.test_api_workers import family, is_over, listens, status, until, workers
 from tetrad.cli.child import free_port
 from tetrad.data import embedded_model
 
@@ -61,6 +61,27 @@ async def test_a_hung_api_process_is_ended_and_started_anew(tmp_path):
         assert 0 < len(broken) < len(done)
         assert all(stream.is_own for stream in streams)
         await all_right(server, 100)
+
+
+async def test_a_hung_first_process_is_ended_and_the_server_with_it(tmp_path):
+    """The others tell their clients why; those of the hung one see their connection break."""
+    with serving(tmp_path, *NULL, "--api-workers", "3", "--watchdog-timeout", "3") as server:
+        streams = [Stream(server.url, seed, 4000) for seed in range(24)]
+        tasks = await begin(streams)
+        everyone = family(server)
+        psutil.Process(server.process.pid).suspend()
+        began = time.monotonic()
+        assert await asyncio.to_thread(server.process.wait, 30) == -signal.SIGKILL
+        assert time.monotonic() - began < 3 + 10  # on a busy machine
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        sentence = "API process 0 has not moved for 3 s, so the server was ended."
+        told = [stream.error for stream in streams]
+        assert 0 < told.count(sentence) < len(streams)
+        assert all(error == sentence or error.startswith("Client") for error in told)
+        assert all(stream.is_own for stream in streams)
+        assert "API process 0 has stopped; its threads are at:" in server.log
+        assert server.log.count(f"error: {sentence}") == 1
+        await asyncio.to_thread(until, lambda: all(map(is_over, everyone)))
 
 
 async def test_an_api_process_that_cannot_start_again_is_told_by_health(tmp_path):

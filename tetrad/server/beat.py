@@ -1,7 +1,8 @@
 """The beat of each API process, and what its absence means.
 
 A process whose event loop turns says so in the table that all share. The first one ends another
-that has stopped; whoever is asked for health also looks at the first.
+that has stopped. The others look at the first: whoever is asked for health says that it is silent,
+and when it has stopped they end the server, which only a service manager can start anew.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import asyncio
 import time
 from collections.abc import Iterable
 
+from tetrad.core.config import ServeConfig
 from tetrad.server.tally import BEAT_AT, IS_SERVING, LOST_STARTS, Tally
 
 BEAT_S = 0.5
 SILENCE_LIMIT_S = 10.0
 """An engine or a first process not heard of for this long is unhealthy."""
+STOPPED_S = 20.0
+"""One whose event loop has not turned for so long serves nobody any more."""
 MOST_LOST_STARTS = 3
 """So many starts of a process come to nothing before the server says that it is unwell."""
 
@@ -24,6 +28,11 @@ async def beat(tally: Tally) -> None:
     while True:
         tally.put(BEAT_AT, time.monotonic())
         await asyncio.sleep(BEAT_S)
+
+
+def stopped_s(config: ServeConfig) -> float:
+    """After how many seconds a process that does not move is ended."""
+    return min(STOPPED_S, config.watchdog_timeout)
 
 
 def why_unwell(tally: Tally) -> str | None:

@@ -44,7 +44,7 @@ from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel, model_name
 from tetrad.server.service import Service
 from tetrad.server.shelf import Shelf
-from tetrad.server.tally import Tally
+from tetrad.server.tally import IS_SERVING, Tally
 from tetrad.server.workers import ApiWorkers, automatic
 
 POLL_S = 0.1
@@ -234,6 +234,7 @@ class Launch:
             await self._until_told_to_end(joining, engine.died, http.ended)
             if not joining.cancel():
                 self._service.be_ready(joining.result())
+                self._service.tally.put(IS_SERVING, 1.0)
                 calm_collector()
                 self._console.ready(self._service, url(self._config, self._listener))
             await self._watch(engine, http)

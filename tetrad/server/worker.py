@@ -2,14 +2,15 @@
 --listener FD`.
 
 Started by `workers.ApiWorkers` with a pipe as standard input, by which it is told what to do. When
-the pipe closes, the first process is gone and this one ends. Signals of a terminal or a service
-manager are the first process's to handle.
+the pipe closes, the first process is gone and this one ends. When the first process has stopped,
+this one ends it. Signals of a terminal or a service manager are the first process's to handle.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -23,8 +24,10 @@ import uvloop
 from tetrad.core.collector import calm_collector
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError, TetradError
-from tetrad.core.stacks import show_stacks_when_asked
+from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S, show_stacks_when_asked
 from tetrad.engine.link import EngineLink
+from tetrad.server.beat import BEAT_S, Watch, stopped_s
+from tetrad.server.console import Console
 from tetrad.server.http import HttpServer
 from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel
@@ -35,13 +38,17 @@ from tetrad.server.tally import IS_SERVING, Tally
 
 LAST_ORDER_WAIT_S = 10.0
 """A process that cannot hear the engine is soon told to end; if not, only it is at fault."""
+LAST_WORDS_S = 2 * BEAT_S
+"""Within so long all processes see that the first has stopped, and tell their clients."""
 
 
 class Worker:
     """One process from start to end."""
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
+    def __init__(self, service: Service, listener: socket.socket, number: int) -> None:
         self._service = service
+        self._number = number
+        self._first = os.getppid()
         self._listener = listener
         self._join: asyncio.Future[Join] = asyncio.get_running_loop().create_future()
         self._end = asyncio.Event()
@@ -65,12 +72,39 @@ class Worker:
 
     async def _until_the_end(self, link: EngineLink, http: HttpServer) -> int:
         told = asyncio.ensure_future(self._end.wait())
+        watching = asyncio.ensure_future(self._watch_first(link))
         await asyncio.wait((told, link.died, http.ended), return_when=asyncio.FIRST_COMPLETED)
         if link.died.done():
             self._service.fail(str(link.died.result()))
             await asyncio.wait((told,), timeout=LAST_ORDER_WAIT_S)
         told.cancel()
+        watching.cancel()
         return 0 if self._end.is_set() else EngineDiedError.exit_code
+
+    async def _watch_first(self, link: EngineLink) -> None:
+        """When the first process has stopped: tell the clients, then end it, and all with it."""
+        limit_s = stopped_s(self._service.config)
+        watch = Watch(self._service.tally, limit_s)
+        while not watch.look([0]):
+            await asyncio.sleep(BEAT_S)
+        reason = f"API process 0 has not moved for {limit_s:g} s, so the server was ended."
+        self._service.fail(reason)
+        link.fail(EngineDiedError(reason))
+        await asyncio.sleep(LAST_WORDS_S)
+        if self._number == self._service.tally.each(IS_SERVING).index(1.0, 1):
+            console = Console(sys.stderr)
+            console.say("API process 0 has stopped; its threads are at:")
+            self._signal_first(STACKS_SIGNAL)
+            await asyncio.sleep(STACKS_WAIT_S)
+            console.error(reason)
+        else:
+            await asyncio.sleep(2 * STACKS_WAIT_S)
+        self._signal_first(signal.SIGKILL)
+
+    def _signal_first(self, number: signal.Signals) -> None:
+        if os.getppid() == self._first:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._first, number)
 
     def obey(self, order: Order) -> None:
         """Do what the first process says."""
@@ -116,11 +150,13 @@ def main() -> int:
         return error.exit_code
     service.command, service.started_at = tuple(begin.command), begin.started_at
     with socket.socket(fileno=arguments.listener) as listener:
-        return uvloop.run(_serve(service, listener, told))
+        return uvloop.run(_serve(service, listener, arguments.number, told))
 
 
-async def _serve(service: Service, listener: socket.socket, told: Iterator[Order]) -> int:
-    worker = Worker(service, listener)
+async def _serve(
+    service: Service, listener: socket.socket, number: int, told: Iterator[Order]
+) -> int:
+    worker = Worker(service, listener, number)
     watch = threading.Thread(
         target=_pass_on, args=(told, worker, asyncio.get_running_loop()), daemon=True
     )

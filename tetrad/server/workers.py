@@ -22,7 +22,7 @@ from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.messages import FIRST_WORKER
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S
 from tetrad.engine.child import environment
-from tetrad.server.beat import BEAT_S, MOST_LOST_STARTS, Watch
+from tetrad.server.beat import BEAT_S, MOST_LOST_STARTS, Watch, stopped_s
 from tetrad.server.engine_port import StartedEngine
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line
 from tetrad.server.service import Service
@@ -41,8 +41,6 @@ END_GRACE_S = 8.0
 STABLE_S = 30.0
 """A process that lived so long is started anew at once; else after a pause that grows."""
 LONGEST_PAUSE_S = 30.0
-STOPPED_S = 20.0
-"""One whose event loop has not turned for so long serves nobody any more."""
 
 
 def automatic(num_processors: int) -> int:
@@ -146,7 +144,7 @@ class ApiWorkers:
 
     async def _watch(self) -> None:
         """End those that have stopped, so that they are started anew."""
-        limit_s = min(STOPPED_S, self._service.config.watchdog_timeout)
+        limit_s = stopped_s(self._service.config)
         watch = Watch(self._service.tally, limit_s)
         while not self._ending.is_set():
             await asyncio.sleep(BEAT_S)
