@@ -1,6 +1,6 @@
 """`gluon.py` for FP8 keys: their codes wait in registers, and are decoded under the last product.
 
-Codes of a tile of keys are asked for before the first product of the tile before, which hides their
+Codes of a tile of keys are asked for under the first product of the tile before, which hides their
 way from memory. While the tensor cores sum the values of that tile, the codes become bf16 and go to
 the other buffer in shared memory.
 """
@@ -19,8 +19,8 @@ from tetrad.kernels.mla.gluon_parts import (
     place,
     positions,
     reach,
-    score_tile,
     seen_by,
+    start_scores,
 )
 
 
@@ -109,17 +109,21 @@ def attend_fp8_kernel(
     acc = gl.zeros([BH, C], gl.float32, VALUES)
     column = gl.arange(0, BT, layout=gl.SliceLayout(0, SCORES))
     for first in range(first_key, end_key, BT):
-        is_key = positions(chosen, first + column, end_key, seen, TOPK) >= 0
         # Keys of this step are here for all, and all are done with those of the one before.
         barrier()
         stage = (first - first_key) // BT % 2
+        latents, rotaries = k_latent.index(stage), k_rotary.index(stage)
+        scores = start_scores(q_latent, q_rotary, latents, rotaries, BH, BT, SCORES)
         codes, scales = _load_codes(
             k_rotary.index(1 - stage), pool, position, page, C, R, PAGE, CODES, KEYS
         )
         position = positions(chosen, first + 2 * BT + key, end_key, seen, TOPK)
-        latents, rotaries = k_latent.index(stage), k_rotary.index(stage)
-        scores = score_tile(q_latent, q_rotary, latents, rotaries, BH, BT, SCORES)
-        scores = gl.where(is_key.expand_dims(0), scores * factor, -float("inf"))
+        is_key = positions(chosen, first + column, end_key, seen, TOPK) >= 0
+        scores = gl.where(
+            is_key.expand_dims(0),
+            hopper.warpgroup_mma_wait(0, deps=[scores]) * factor,
+            -float("inf"),
+        )
         largest, total, shrink = fold(scores, largest, total, weights)
         page = pages_of(pages, position, PAGE)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, VALUES)).expand_dims(1)

@@ -75,14 +75,23 @@ def load_queries(
 
 
 @jit()
+def start_scores(
+    q_latent, q_rotary, k_latent, k_rotary,
+    BH: gl.constexpr, BT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """fp32 [head, key], to be waited for."""
+    scores = gl.zeros([BH, BT], gl.float32, LAYOUT)
+    scores = hopper.warpgroup_mma(q_latent, k_latent.permute([1, 0]), scores, is_async=True)
+    return hopper.warpgroup_mma(q_rotary, k_rotary.permute([1, 0]), scores, is_async=True)
+
+
+@jit()
 def score_tile(
     q_latent, q_rotary, k_latent, k_rotary,
     BH: gl.constexpr, BT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """fp32 [head, key]."""
-    scores = gl.zeros([BH, BT], gl.float32, LAYOUT)
-    scores = hopper.warpgroup_mma(q_latent, k_latent.permute([1, 0]), scores, is_async=True)
-    scores = hopper.warpgroup_mma(q_rotary, k_rotary.permute([1, 0]), scores, is_async=True)
+    scores = start_scores(q_latent, q_rotary, k_latent, k_rotary, BH, BT, LAYOUT)
     return hopper.warpgroup_mma_wait(0, deps=[scores])
 
 
