@@ -132,8 +132,9 @@ def _kept(shelf: Shelf | None, response_id: str, param: str, http_status: int = 
     value = shelf.get(_name(response_id))
     if value is None:
         raise RequestError(
-            f"There is no response {response_id[:64]!r}: it was not stored, was deleted, or is "
-            "older than an hour or than many others; send the whole conversation as input.",
+            f"There is no response {response_id[:64]!r}: it was not stored, was deleted, is older "
+            "than an hour or than many others, or is another replica's; send the whole "
+            "conversation as input.",
             http_status=http_status,
             param=param,
         )
