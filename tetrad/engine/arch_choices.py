@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tetrad.core.architectures import Arch
@@ -10,7 +12,13 @@ from tetrad.core.errors import ConfigError, UnsupportedError
 from tetrad.core.keys import FP8, KeyFormat, key_format
 from tetrad.core.llama_arch import LlamaArch
 from tetrad.kernels.registry import OPS
-from tetrad.kernels.select import FLAG_OPS, OpSet, backend_names
+from tetrad.kernels.select import FLAG_OPS, OP_NAMES, OpSet, backend_names
+
+LATENT_OPS = frozenset(OP_NAMES) - {"qkv", "gqa", "sort_tokens", "reduce_experts"}
+"""The last two are called by backends of `experts`, which have their own."""
+LLAMA_OPS = frozenset(
+    ("rms_norm", "add_rms_norm", "linear", "activation", "qkv", "gqa", "finite_rows", "sample")
+)
 
 
 def activation_type(config: ServeConfig, arch: Arch, device: torch.device) -> torch.dtype:
@@ -63,6 +71,12 @@ def forced_backends(config: ServeConfig, arch: Arch) -> dict[str, str]:
         **by_phase,
     }
     return {FLAG_OPS[flag]: name for flag, name in wanted.items() if name is not None}
+
+
+def told_ops(ops: OpSet, arch: Arch) -> list[dict[str, Any]]:
+    """The report's rows of ops that the architecture calls."""
+    called = LLAMA_OPS if isinstance(arch, LlamaArch) else LATENT_OPS
+    return [row for row in ops.report if row["op"] in called]
 
 
 def told_backends(ops: OpSet, arch: Arch) -> dict[str, str]:

@@ -29,6 +29,7 @@ from tetrad.engine.arch_choices import (
     cached_keys,
     forced_backends,
     told_backends,
+    told_ops,
 )
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
 from tetrad.engine.child import environment
@@ -330,6 +331,6 @@ def _info(
         "read_gb_per_s": model.read_gb_per_s,
         "num_threads": torch.get_num_threads(),
         "checkpoint_notes": list(model.checkpoint_notes),
-        "backends": ops.report,
+        "backends": told_ops(ops, model.arch),
         **told_backends(ops, model.arch),
     }
