@@ -20,9 +20,9 @@ from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.engine import Engine
 from tetrad.engine.load import load_engine
 from tetrad.engine.runner import Runner
-from tetrad.layers.batch import ForwardBatch
 from tetrad.kernels.select import OpSet
 from tetrad.kernels.switch import Switch, switchable
+from tetrad.layers.batch import ForwardBatch
 from tetrad.layers.cache import KvCache
 
 PROMPT = [(7 * i * i + 3) % 126 + 2 for i in range(150)]

@@ -2,7 +2,8 @@
 
 Traffic is recorded from the server and cut at every byte; the reader below is written to the
 standard of server-sent events (fields, comments, joined data lines, any end of line, a byte order
-mark), and what comes out must not depend on the cuts. The shapes are compared with what OpenAI and Anthropic send.
+mark), and what comes out must not depend on the cuts. The shapes are compared with what OpenAI and
+Anthropic send.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ async def test_events_have_the_shapes_that_were_published(
 def test_the_reader_reads_as_the_standard_says():
     """Comments, several data lines, a field without a colon, a byte order mark, and CR, LF and
     CRLF."""
-    raw = b"\xef\xbb\xbf: ping\r\nevent: a\r\ndata: 1\ndata:2\n\ndata\n\ndata:  \xc3\xa9\r\rdata: lost"
+    raw = "\ufeff: ping\r\nevent: a\r\ndata: 1\ndata:2\n\ndata\n\ndata:  é\r\rdata: lost".encode()
     expected = [Event("a", "1\n2"), Event("message", ""), Event("message", " é")]
     assert read([raw]) == read(raw[i : i + 1] for i in range(len(raw))) == expected
     for cut in range(1, len(raw)):
