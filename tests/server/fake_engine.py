@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from tetrad.core.errors import EngineDiedError
+from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.messages import EngineStats, LogSettings, Reply
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
 from tetrad.engine.admission import Limits, check_request
+from tetrad.engine.sinks import Sink
 
 VOCAB = 512
 EOS = 498
@@ -99,6 +101,7 @@ class FakeEngine:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         """Orders of the operator."""
         self.reply = Reply(0, ok=True, text="done", data={"num_aborted": 2})
+        self._pushing: set[asyncio.Task[None]] = set()
         self.on_log_settings: Callable[[LogSettings], None] | None = None
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
@@ -118,6 +121,27 @@ class FakeEngine:
             del self.live[request.rid]
             if not is_over:
                 self.aborted.append(request.rid)
+
+    async def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
+        """Tell `sink` what `generate` gives, plain tokens as such."""
+        task = asyncio.create_task(self._push(request, sink))
+        self._pushing.add(task)
+        task.add_done_callback(self._pushing.discard)
+        return task.cancel  # type: ignore[return-value]
+
+    async def _push(self, request: Request, sink: Sink) -> None:
+        has_begun = False
+        try:
+            async with aclosing(self.generate(request)) as outputs:
+                async for output in outputs:
+                    is_more = output.finish or output.logprobs or len(output.token_ids) != 1
+                    if has_begun and not is_more:
+                        sink.take_token(output.token_ids[0])
+                    else:
+                        sink.take(output)
+                    has_begun = True
+        except TetradError as error:
+            sink.fail(error)
 
     def add_worker(self, worker: int) -> str:
         """Nobody can speak to it from another process."""

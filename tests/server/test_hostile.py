@@ -194,6 +194,7 @@ async def test_a_reader_that_never_reads(connect: Connect, engine: FakeEngine, m
     """Else its request would hold a place in the queue for ever."""
     shorten(monkeypatch, READER_S=0.3)
     engine.script = saying([18] * 300_000, num_per_step=100)
+    engine.step_s = 0.001
     engine.info["context_length"] = engine.info["max_total_tokens"] = 10**6
     client = await connect()
     client.reader._transport.pause_reading()  # type: ignore[attr-defined]

@@ -163,7 +163,7 @@ async def test_pieces_that_wait_already_do_not_keep_others_waiting(monkeypatch: 
     monkeypatch.setattr(answers, "SHARE_S", -1.0)
     num_sent = 0
 
-    async def pieces() -> AsyncGenerator[bytes, None]:
+    async def pieces(_: object) -> AsyncGenerator[bytes, None]:
         for _ in range(1000):
             yield b"data: x\n\n"
 

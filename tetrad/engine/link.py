@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from typing import Any, Self
 
 import zmq
-import zmq.asyncio
-from msgspec import structs
 
 from tetrad.core import errors
 from tetrad.core.errors import EngineDiedError, RequestError, TetradError
@@ -37,44 +36,21 @@ from tetrad.core.messages import (
     StepOutputs,
 )
 from tetrad.core.request import Request, RequestOutput
+from tetrad.engine.sinks import Outputs, Sink, Stream
 from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode, plain_tokens
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.005
-SLICE = 64
-"""Streams that are woken together: some 2 ms of work."""
+MESSAGES_A_TURN = 16
+TURN_S = 0.002
+"""How long one turn of the event loop hands out what the engine gave. Who else waits for the loop,
+a new connection or whoever asks for /health, does not wait for thousands of streams."""
 NUMBERS = 1 << 32
 NEWS_WAIT_S = 5.0
 """How long the reason may take to come after the engine's sockets are gone."""
 
 Progress = Callable[[EngineProgress], None]
-
-
-class _Stream:
-    """What one request gets."""
-
-    def __init__(self) -> None:
-        self.items: asyncio.Queue[RequestOutput | TetradError] = asyncio.Queue()
-        self._told: RequestOutput | None = None
-
-    def take(self, output: RequestOutput) -> None:
-        """Something new."""
-        self._told = output
-        self.items.put_nowait(output)
-
-    def take_token(self, token_id: int) -> None:
-        """One more token; all else is as it was told last."""
-        told = self._told
-        assert told is not None
-        output = RequestOutput(
-            told.rid,
-            (token_id,),
-            prompt_tokens=told.prompt_tokens,
-            cached_tokens=told.cached_tokens,
-            num_preemptions=told.num_preemptions,
-        )
-        self.items.put_nowait(output)
 
 
 class EngineLink:
@@ -97,11 +73,16 @@ class EngineLink:
         self.on_log_settings: Callable[[LogSettings], None] | None = None
         """Hears what is to be logged from now on, whichever process was told."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        """By the number of the request."""
+        self._numbers: dict[str, int] = {}
         """By the name that the request has in the engine."""
-        self._numbered: dict[int, _Stream] = {}
-        """The same by the request's number."""
         self._num_requests = 0
+        self._due: deque[Stream] = deque()
+        """Those that got something; one whose turn has come before has nothing left."""
+        self._due_first: deque[Stream] = deque()
+        """Those that got more than tokens: who begins is not to wait for all that run."""
+        self._is_handing_out = False
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
         self._is_stopping = False
@@ -109,7 +90,8 @@ class EngineLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._context = zmq.Context()
         self._outgoing = self._context.socket(zmq.PUSH)
-        self._incoming = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        self._incoming = self._context.socket(zmq.PULL)
+        self._descriptor: int = self._incoming.fileno()
 
     @classmethod
     async def join(cls, folder: str, worker: int) -> Self:
@@ -131,11 +113,9 @@ class EngineLink:
         """Seconds since the engine last said anything; it does so at least once a second."""
         return time.monotonic() - self._last_message_at
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what each step gives `request`; ends after the output that carries `finish`.
-
-        Raises RequestError before the first output if the engine refuses the request, and
-        EngineDiedError if the engine dies. Leaving the iterator early aborts the request.
+    async def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
+        """Have the engine serve `request`; `sink` hears what it gets. Returns what is to be called
+        when nobody wants more of it, which aborts it unless it is over. Raises EngineDiedError.
 
         In the engine the request has a name of its own, never used again: what the engine still
         sends for one that was left must not reach a later one of the same rid. The engine refuses a
@@ -143,24 +123,38 @@ class EngineLink:
         """
         self._num_requests += 1
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
-        number = self._num_requests % NUMBERS
-        stream = self._streams[name] = self._numbered[number] = _Stream()
-        is_over = False
+        stream = Stream(self._num_requests % NUMBERS, name, sink)
+        self._streams[stream.number], self._numbers[name] = stream, stream.number
+        named = replace(request, rid=name, client_rid=request.rid, number=stream.number)
         try:
-            named = replace(request, rid=name, client_rid=request.rid, number=number)
             await self._tell(AddRequests([named], self._worker))
-            while not is_over:
-                item = await stream.items.get()
-                if isinstance(item, TetradError):
-                    is_over = True
-                    raise item
-                is_over = item.finish is not None
-                yield structs.replace(item, rid=request.rid)
+        except BaseException:
+            self._leave(stream)
+            raise
+        return partial(self._leave, stream)
+
+    def _leave(self, stream: Stream) -> None:
+        if self._streams.pop(stream.number, None) is None:
+            return
+        del self._numbers[stream.name]
+        stream.due.clear()
+        if not stream.is_over:
+            with contextlib.suppress(EngineDiedError):
+                self._send(AbortRequests([stream.name]))
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what each step gives `request`; ends after the output that carries `finish`.
+
+        Raises RequestError before the first output if the engine refuses the request, and
+        EngineDiedError if the engine dies. Leaving the iterator early aborts the request.
+        """
+        outputs = Outputs(request.rid)
+        leave = await self.begin(request, outputs)
+        try:
+            async for output in outputs.read():
+                yield output
         finally:
-            del self._streams[name], self._numbered[number]
-            if not is_over:
-                with contextlib.suppress(EngineDiedError):
-                    self._send(AbortRequests([name]))
+            leave()
 
     async def flush_cache(self) -> tuple[bool, str]:
         """Empty the prefix cache. False with the reason while anything runs or waits."""
@@ -191,7 +185,7 @@ class EngineLink:
         if not self.died.done() and not self._is_stopping and isinstance(error, EngineDiedError):
             self.died.set_result(error)
         for stream in self._streams.values():
-            stream.items.put_nowait(error)
+            stream.fail(error)
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(error)
@@ -207,12 +201,13 @@ class EngineLink:
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(address(self._folder, box, self._worker))
-        self._keep(self._read())
+        asyncio.get_running_loop().add_reader(self._descriptor, self._read)
+        self._read()  # what has come before is not told again
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until the end; if it fails, nobody must wait for the engine any more."""
         task = asyncio.create_task(work)
-        task.add_done_callback(self._not_listening)
+        task.add_done_callback(self._has_ended)
         self._tasks.append(task)
 
     def _send(self, message: Message) -> None:
@@ -232,42 +227,59 @@ class EngineLink:
             await asyncio.wait({self.died}, timeout=NEWS_WAIT_S)
             raise (self.died.result() if self.died.done() else error) from None
 
-    async def _read(self) -> None:
+    def _read(self) -> None:
+        """Take what the engine sent. The descriptor tells only of what comes to an empty socket, so
+        all is read."""
+        if self._is_stopping:
+            return
         try:
-            while True:
-                message = decode(await self._incoming.recv_multipart())
-                self._receive(message)
-                if isinstance(message, StepOutputs):
-                    await self._hand_out(message)
+            for _ in range(MESSAGES_A_TURN):
+                self._receive(decode(self._incoming.recv_multipart(zmq.NOBLOCK)))
+            asyncio.get_running_loop().call_soon(self._read)
+        except zmq.Again:
+            pass
         except ValueError as error:
             self.fail(EngineDiedError(f"The engine sent something unreadable: {error}."))
+        except Exception as error:  # noqa: BLE001 - nobody must wait for the engine then
+            self._not_heard(error)
+        if not self._is_handing_out:
+            self._hand_out()
 
-    async def _hand_out(self, message: StepOutputs) -> None:
-        """Wake a few streams at a time. What else waits for the event loop, a new connection or
-        whoever asks for /health, then waits for a few of them and not for thousands."""
-        tokens, outputs = plain_tokens(message), iter(message.outputs)
-        for _ in range(0, len(message.numbers) // 4 + len(message.outputs), SLICE):
-            num_left = SLICE
-            for number, token in islice(tokens, SLICE):
-                num_left -= 1
-                if stream := self._numbered.get(number):
-                    stream.take_token(token)
-            for output in islice(outputs, num_left):
-                if stream := self._streams.get(output.rid):
-                    stream.take(output)
-            await asyncio.sleep(0)
+    def _take_step(self, message: StepOutputs) -> None:
+        """Note what streams got. What comes before it is handed out is written together."""
+        streams, due = self._streams, self._due
+        for number, token in plain_tokens(message):
+            if (stream := streams.get(number)) is not None:
+                if not stream.due:
+                    due.append(stream)
+                stream.due.append(token)
+        for output in message.outputs:
+            if (stream := streams.get(self._numbers.get(output.rid, -1))) is not None:
+                self._due_first.append(stream)
+                stream.due.append(output)
+
+    def _hand_out(self) -> None:
+        """For a while; the rest in the next turn of the event loop."""
+        until = time.monotonic() + TURN_S
+        while self._due_first or self._due:
+            if time.monotonic() > until:
+                self._is_handing_out = True
+                asyncio.get_running_loop().call_soon(self._hand_out)
+                return
+            (self._due_first or self._due).popleft().hand_out()
+        self._is_handing_out = False
 
     def _receive(self, message: Message) -> None:
         self._last_message_at = time.monotonic()
         match message:
             case StepOutputs(stats=stats):
                 self.stats, self.step_age_s = stats, 0.0
+                self._take_step(message)
             case Heartbeat(step_age_s, stats):
                 self.stats, self.step_age_s = stats, step_age_s
             case RequestRefused(rid, text, http_status, param):
-                if stream := self._streams.get(rid):
-                    error = RequestError(text, http_status=http_status, param=param)
-                    stream.items.put_nowait(error)
+                if stream := self._streams.get(self._numbers.get(rid, -1)):
+                    stream.fail(RequestError(text, http_status=http_status, param=param))
             case Reply(call_id):
                 if (reply := self._calls.get(call_id)) and not reply.done():
                     reply.set_result(message)
@@ -287,14 +299,18 @@ class EngineLink:
             case EngineDied():
                 self.fail(_error_of(message))
 
-    def _not_listening(self, task: asyncio.Task[None]) -> None:
-        """A task that fails leaves nobody to hear the engine: nobody must wait for it then."""
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
-            _log.error("The engine cannot be heard any more.", exc_info=error)
-            self.fail(EngineDiedError(f"The engine cannot be heard any more: {error!r}."))
+            self._not_heard(error)
+
+    def _not_heard(self, error: BaseException) -> None:
+        """Whatever kept us from hearing the engine, nobody must wait for it any more."""
+        _log.error("The engine cannot be heard any more.", exc_info=error)
+        self.fail(EngineDiedError(f"The engine cannot be heard any more: {error!r}."))
 
     async def _close(self) -> None:
         self._is_stopping = True
+        asyncio.get_running_loop().remove_reader(self._descriptor)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

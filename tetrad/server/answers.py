@@ -20,6 +20,7 @@ from tetrad.core.errors import TetradError
 from tetrad.server.arrival import arrival
 from tetrad.server.encoding import DONE, event, json_bytes
 from tetrad.server.failures import body_of
+from tetrad.server.push import BODY, Outlet
 
 SHARE_S = 0.005
 
@@ -66,21 +67,25 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: Callable[[], AsyncGenerator[bytes, None]], wire: Wire = OPENAI
+        self,
+        events: Callable[[Outlet | None], AsyncGenerator[bytes, None]],
+        wire: Wire = OPENAI,
     ) -> None:
-        """`events` gives whole events, as bytes; the wire's end is added."""
+        """`events` gives whole events, as bytes; the wire's end is added. It may write some to the
+        outlet it is given instead, while it is waited for."""
         self._events = events
         self._wire = wire
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._send(send))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outlet = scope.get("state", {}).get(BODY)
+        await unless_gone(receive, self._send(send, outlet))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, outlet: Outlet | None) -> None:
         has_started = False
         turn = Turn()
-        async with contextlib.aclosing(self._events()) as events:
+        async with contextlib.aclosing(self._events(outlet)) as events:
             try:
                 async with in_time():
                     async for piece in events:

@@ -18,6 +18,7 @@ from tetrad.server.conversation import chat_choices
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, chat_logprobs
 from tetrad.server.protocol import ChatBody
+from tetrad.server.push import Outlet, Render, ShortWay
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
 from tetrad.server.tool_events import ToolDelta
@@ -51,8 +52,19 @@ class _Answer:
             "model": service.model.name,
         }
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Chunks, as events."""
+        render = self._renderer()
+        short_way = ShortWay(render, outlet) if outlet else None
+        async with aclosing(generate(self._service, ROUTE, self._choices, short_way)) as deltas:
+            async for index, delta in deltas:
+                if piece := render(index, delta):
+                    yield piece
+        if self._body.include_usage:
+            yield event(self._head | {"choices": [], "usage": self._usage()})
+
+    def _renderer(self) -> Render:
+        """What makes an event of a delta."""
         has_begun = [False] * len(self._choices)
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
 
@@ -67,17 +79,18 @@ class _Answer:
             )
 
         events = [plain(index) for index in range(len(self._choices))]
-        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
-            async for index, delta in deltas:
-                if delta.is_plain and has_begun[index] and not self._body.has_running_usage:
-                    content, reasoning = events[index]
-                    yield content(delta.content) if delta.content else reasoning(delta.reasoning)
-                elif delta.is_visible:
-                    role = {} if has_begun[index] else {"role": "assistant"}
-                    has_begun[index] = True
-                    yield event(chunk(index, role, delta))
-        if self._body.include_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage()})
+
+        def render(index: int, delta: Delta) -> bytes:
+            if delta.is_plain and has_begun[index] and not self._body.has_running_usage:
+                content, reasoning = events[index]
+                return content(delta.content) if delta.content else reasoning(delta.reasoning)
+            if not delta.is_visible:
+                return b""
+            role = {} if has_begun[index] else {"role": "assistant"}
+            has_begun[index] = True
+            return event(chunk(index, role, delta))
+
+        return render
 
     def _chunk_choice(self, index: int, role: dict[str, Any], delta: Delta) -> dict[str, Any]:
         fields = role

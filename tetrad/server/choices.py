@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tetrad.core.errors import EngineDiedError, RequestError
@@ -14,8 +12,8 @@ from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
-from tetrad.server.gate import Admission
 from tetrad.server.metrics import RequestWatch
+from tetrad.server.push import ChoiceReader, Inbox, ShortWay
 from tetrad.server.service import Service
 from tetrad.server.session import Delta, GenerationError, Session
 
@@ -88,104 +86,85 @@ def room_for_answer(service: Service, num_prompt: int, default: int | None = Non
     return max(1, room if default is None else min(default, room))
 
 
-async def generate(service: Service, route: str, choices: Sequence[Choice]) -> Deltas:
-    """Run all choices; yields until every one has finished. Closing early aborts the rest."""
-    engine = service.engine
+async def generate(
+    service: Service, route: str, choices: Sequence[Choice], short_way: ShortWay | None = None
+) -> Deltas:
+    """Run all choices; yields until every one has finished. Closing early aborts the rest.
+
+    What can go by `short_way` is not among what is yielded.
+    """
     with (
         service.admit([len(choice.request.prompt_ids) for choice in choices]) as admission,
         RequestWatch(service.metrics, route, len(choices)) as watch,
     ):
-        prompts = _prompts_known(choices, shares=not service.config.disable_radix_cache)
-        streams = [
-            _deltas(engine, choice, index, watch, admission, known)
-            for index, (choice, known) in enumerate(zip(choices, prompts, strict=True))
+        inbox = Inbox()
+        readers = [
+            ChoiceReader(choice.session, index, watch, admission, inbox, short_way)
+            for index, choice in enumerate(choices)
         ]
-        stream = streams[0] if len(streams) == 1 else _merge(streams)
-        async with aclosing(stream):
-            try:
-                async for item in stream:
-                    yield item
-            except EngineDiedError as error:
-                raise service.why_ended(error) from None
-            except GenerationError as error:
-                _log.error("%s failed: %s", choices[0].request.rid, error)
-                raise
-            finally:
-                told = arrival()
-                told.completion_tokens = sum(choice.session.completion_tokens for choice in choices)
+        running = _Running(service.engine, choices, readers)
+        try:
+            waiting = _waiting(choices, shares=not service.config.disable_radix_cache)
+            await running.begin(set(range(len(choices))).difference(*waiting.values()))
+            num_open = len(choices)
+            while num_open:
+                index, delta = await inbox.get()
+                await running.begin(waiting.pop(index, ()))
+                if delta.finish is not None:
+                    num_open -= 1
+                    running.leave(index)
+                yield index, delta
+        except EngineDiedError as error:
+            raise service.why_ended(error) from None
+        except GenerationError as error:
+            _log.error("%s failed: %s", choices[0].request.rid, error)
+            raise
+        finally:
+            running.leave_all()
+            told = arrival()
+            told.completion_tokens = sum(choice.session.completion_tokens for choice in choices)
 
 
-def _prompts_known(choices: Sequence[Choice], *, shares: bool) -> list[asyncio.Event | None]:
-    """For each choice what tells that its prompt is computed: once it has a token its full pages
-    are in the prefix cache. None if there is nothing to share, or nobody to share with."""
-    known: list[asyncio.Event | None] = []
-    event: asyncio.Event | None = None
-    for choice in choices:
+def _waiting(choices: Sequence[Choice], *, shares: bool) -> dict[int, list[int]]:
+    """By the first choice of a prompt the others of it, which begin when its prompt is computed:
+    once it has a token its full pages are in the prefix cache. None if there is nothing to share.
+    """
+    waiting: dict[int, list[int]] = {}
+    first = 0
+    for index, choice in enumerate(choices):
         if choice.is_first:
-            is_long = len(choice.request.prompt_ids) > PAGE_TOKENS
-            event = asyncio.Event() if shares and is_long else None
-        known.append(event)
-    return known
+            first = index
+        elif shares and len(choice.request.prompt_ids) > PAGE_TOKENS:
+            waiting.setdefault(first, []).append(index)
+    return waiting
 
 
-async def _deltas(
-    engine: EnginePort,
-    choice: Choice,
-    index: int,
-    watch: RequestWatch,
-    admission: Admission,
-    prompt_known: asyncio.Event | None,
-) -> Deltas:
-    session = choice.session
-    if prompt_known is not None and not choice.is_first:
-        await prompt_known.wait()
-        if arrival().finish == "abort":
-            yield index, session.feed(RequestOutput(choice.request.rid, (), finish=ABORTED))
-            return
-    async with aclosing(engine.generate(choice.request)) as outputs:
-        async for output in outputs:
-            if session.completion_tokens == 0:
-                if output.token_ids:
-                    watch.first_token(index, output)
-                admission.first_token(index)
-                if prompt_known is not None:
-                    prompt_known.set()
-            delta = session.feed(output)
-            if delta.finish is not None:
-                watch.last_token(index, session.completion_tokens, delta.finish.reason)
-            yield index, delta
-            if delta.finish is not None:
-                return
-    raise EngineDiedError("The engine ended this request without saying why.")
+class _Running:
+    """The choices of one answer in the engine."""
 
+    def __init__(
+        self, engine: EnginePort, choices: Sequence[Choice], readers: Sequence[ChoiceReader]
+    ) -> None:
+        self._engine = engine
+        self._choices = choices
+        self._readers = readers
+        self._leave: dict[int, Callable[[], None]] = {}
 
-async def _merge(streams: Sequence[Deltas]) -> Deltas:
-    """Several streams as one, in the order their items come; the first failure ends all."""
-    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
+    async def begin(self, indexes: Iterable[int]) -> None:
+        """Have the engine serve these, unless an operator has ended the request meanwhile."""
+        for index in indexes:
+            request, reader = self._choices[index].request, self._readers[index]
+            if arrival().finish == "abort":
+                reader.take(RequestOutput(request.rid, (), finish=ABORTED))
             else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+                self._leave[index] = await self._engine.begin(request, reader)
 
+    def leave(self, index: int) -> None:
+        """Nothing more of this one is wanted."""
+        if leave := self._leave.pop(index, None):
+            leave()
 
-async def _pump(
-    stream: Deltas, queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
-) -> None:
-    try:
-        async with aclosing(stream):
-            async for item in stream:
-                queue.put_nowait(item)
-        queue.put_nowait(None)
-    except Exception as error:  # noqa: BLE001 - raised again by whoever reads the queue
-        queue.put_nowait(error)
+    def leave_all(self) -> None:
+        """Of any."""
+        for index in list(self._leave):
+            self.leave(index)

@@ -18,6 +18,7 @@ from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, completion_logprobs
 from tetrad.server.protocol import CompletionBody
+from tetrad.server.push import Outlet, Render, ShortWay
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta, Session
@@ -103,8 +104,19 @@ class _Answer:
             "model": service.model.name,
         }
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Chunks, as events."""
+        render = self._renderer()
+        short_way = ShortWay(render, outlet) if outlet else None
+        async with aclosing(generate(self._service, ROUTE, self._choices, short_way)) as deltas:
+            async for index, delta in deltas:
+                if piece := render(index, delta):
+                    yield piece
+        if self._body.include_usage:
+            yield event(self._head | {"choices": [], "usage": self._usage()})
+
+    def _renderer(self) -> Render:
+        """What makes an event of a delta."""
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
 
         has_running_usage = self._body.has_running_usage
@@ -120,17 +132,16 @@ class _Answer:
         plain = [plain_event(index) for index in range(len(self._choices))]
         before = [self._echo(index) for index in range(len(self._choices))]
         is_special = self._body.logprobs is not None or has_running_usage
-        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
-            async for index, delta in deltas:
-                if delta.is_plain and not is_special:
-                    yield plain[index](before[index] + delta.content)
-                elif delta.is_visible:
-                    yield event(chunk(index, before[index] + delta.content, delta))
-                else:
-                    continue
-                before[index] = ""
-        if self._body.include_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage()})
+
+        def render(index: int, delta: Delta) -> bytes:
+            if not delta.is_visible:
+                return b""
+            text, before[index] = before[index] + delta.content, ""
+            if delta.is_plain and not is_special:
+                return plain[index](text)
+            return event(chunk(index, text, delta))
+
+        return render
 
     async def whole(self) -> dict[str, Any]:
         """The complete answer."""

@@ -13,10 +13,15 @@ import time
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from tetrad.server.encoding import json_bytes
 from tetrad.server.failures import error_body
+from tetrad.server.push import BODY
 
 FIRST_BYTE_S = 65.0
 """A new connection may be idle for as long as one between two requests."""
@@ -36,6 +41,29 @@ READER_S = 60.0
 READER_BYTES = 4096
 """In so long a reader must take so much of what waits for it, or all."""
 RETRY_AFTER_S = 30
+
+
+class Body:
+    """The body of an answer, for pieces that need not pass the application: an `Outlet`."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        """Of the request that `cycle` answers."""
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer is in parts, has begun and has not ended, and its client reads."""
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+        )
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece, as the application would."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class Connection(HttpToolsProtocol):
@@ -76,6 +104,10 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._has_begun = True
         self._wait(HEAD_S)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope["state"][BODY] = Body(cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Trailers are not read: they come when the headers have been judged."""

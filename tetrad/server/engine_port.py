@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from tetrad.core.errors import EngineDiedError
 from tetrad.core.messages import EngineStats, LogSettings, Reply
 from tetrad.core.request import Request, RequestOutput
+from tetrad.engine.sinks import Sink
 
 
 class EnginePort(Protocol):
@@ -49,6 +50,10 @@ class EnginePort(Protocol):
     @property
     def died(self) -> asyncio.Future[EngineDiedError]:
         """Done when it ended unasked."""
+
+    async def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
+        """Serve a request; `sink` hears what it gets. Returns what is to be called when nobody
+        wants more of it, which aborts it unless it is over. Raises EngineDiedError."""
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, up to the one with `finish`. Closing it early aborts the request.

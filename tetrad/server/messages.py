@@ -22,8 +22,9 @@ from tetrad.server.encoding import TextEvent, event
 from tetrad.server.failures import anthropic_body, http_status
 from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of
 from tetrad.server.protocol import ChatBody
+from tetrad.server.push import Outlet, ShortWay
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish
+from tetrad.server.session import ChoiceFinish, Delta
 
 ROUTE = "/v1/messages"
 COUNT_ROUTE = "/v1/messages/count_tokens"
@@ -70,10 +71,12 @@ class _Answer:
         self._pieces: dict[int, TextEvent] = {}
         """For each block the events of its text."""
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """From message_start to message_stop, an event for each piece of a block."""
         has_begun = False
-        async with aclosing(generate(self._service, ROUTE, (self._choice,))) as deltas:
+        short_way = ShortWay(self._render, outlet) if outlet else None
+        choices = (self._choice,)
+        async with aclosing(generate(self._service, ROUTE, choices, short_way)) as deltas:
             async for _, delta in deltas:
                 if not has_begun:
                     has_begun = True
@@ -82,11 +85,14 @@ class _Answer:
                     )
                     yield event({"type": "ping"}, "ping")
                 self._finish = delta.finish
-                for happened in self._reader.feed(delta):
-                    yield self._event(happened)
+                if pieces := self._render(0, delta):
+                    yield pieces
         end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield event(end, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
+
+    def _render(self, _index: int, delta: Delta) -> bytes:
+        return b"".join(self._event(happened) for happened in self._reader.feed(delta))
 
     def _event(self, happened: BlockEvent) -> bytes:
         block = happened.block

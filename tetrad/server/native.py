@@ -20,6 +20,7 @@ from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import event
 from tetrad.server.logprobs import native_logprobs
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
+from tetrad.server.push import Outlet, ShortWay
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta, Session
@@ -130,14 +131,20 @@ class _Answer:
         self._drafts = [_Draft() for _ in choices]
         self._arrived_at = time.perf_counter()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Every event holds all of its choice so far; several choices say which they are."""
-        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
+        short_way = ShortWay(self._render, outlet) if outlet else None
+        async with aclosing(generate(self._service, ROUTE, self._choices, short_way)) as deltas:
             async for index, delta in deltas:
-                self._drafts[index].add(delta)
-                if delta.token_ids or delta.finish:
-                    value = self._value(index)
-                    yield event(value | {"index": index} if self._is_list else value)
+                if piece := self._render(index, delta):
+                    yield piece
+
+    def _render(self, index: int, delta: Delta) -> bytes:
+        self._drafts[index].add(delta)
+        if not (delta.token_ids or delta.finish):
+            return b""
+        value = self._value(index)
+        return event(value | {"index": index} if self._is_list else value)
 
     async def whole(self) -> Any:
         """The complete answer: an object, or a list of them."""

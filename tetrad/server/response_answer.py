@@ -16,9 +16,10 @@ from tetrad.core.errors import TetradError
 from tetrad.server.blocks import Block, BlockEvent, BlockReader
 from tetrad.server.choices import Choice, generate
 from tetrad.server.encoding import event
+from tetrad.server.push import Outlet, ShortWay
 from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish
+from tetrad.server.session import ChoiceFinish, Delta
 
 ROUTE = "/v1/responses"
 
@@ -53,9 +54,10 @@ class ResponseAnswer:
     def blocks(self) -> list[Block]:
         return self._reader.blocks
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """The events of its stream."""
-        async with aclosing(self._blocks()) as happenings:
+        short_way = ShortWay(self._render_delta, outlet) if outlet else None
+        async with aclosing(self._blocks(short_way)) as happenings:
             async for happened in happenings:
                 if happened is None:
                     yield self._event("response.created", response=self.value())
@@ -64,6 +66,10 @@ class ResponseAnswer:
                     for piece in self._render(happened):
                         yield piece
         yield self._event(f"response.{self.status}", response=self.value())
+
+    def _render_delta(self, _index: int, delta: Delta) -> bytes:
+        happenings = self._reader.feed(delta)
+        return b"".join(piece for happened in happenings for piece in self._render(happened))
 
     def broken(self, error: TetradError) -> bytes:
         """The last event of a stream that breaks."""
@@ -77,10 +83,13 @@ class ResponseAnswer:
                 pass
         return self.value()
 
-    async def _blocks(self) -> AsyncGenerator[BlockEvent | None, None]:
-        """What happens to blocks; None when it has begun."""
+    async def _blocks(
+        self, short_way: ShortWay | None = None
+    ) -> AsyncGenerator[BlockEvent | None, None]:
+        """What happens to blocks, but for what goes by `short_way`; None when it has begun."""
         has_begun = False
-        async with aclosing(generate(self._service, ROUTE, (self._choice,))) as deltas:
+        choices = (self._choice,)
+        async with aclosing(generate(self._service, ROUTE, choices, short_way)) as deltas:
             async for _, delta in deltas:
                 if not has_begun:
                     has_begun = True

@@ -157,6 +157,14 @@ class Session:
         delta.logprobs = output.logprobs[: len(delta.token_ids)]
         return delta
 
+    def feed_token(self, token_id: int) -> Delta:
+        """Take one token of which nothing else is new."""
+        delta = Delta()
+        self._token(token_id, delta)
+        if self._stops.matched is not None:
+            self._close(delta, "stop", self._stops.matched)
+        return delta
+
     def _take(self, output: RequestOutput, delta: Delta) -> None:
         for position, token_id in enumerate(_text_tokens(output)):
             if output.logprobs:

@@ -1,0 +1,154 @@
+"""What the engine gives an answer's choices, as it comes.
+
+Each choice has a reader, which the engine's end calls for every output. What it read goes to the
+task that answers the request, through the answer's inbox. But a task that waits for nothing else
+has nothing to add: then the bytes of an event go to the connection from within the same call, and
+no task is woken. There are thousands a step.
+
+    engine's message → ChoiceReader → Session → Delta ─┬→ Outlet → transport
+                                                       └→ Inbox → task → ASGI → transport
+
+Both ways give the same bytes in the same order. The short one is open while the answer has begun,
+the task has sent all it had, and the client reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tetrad.core.errors import TetradError
+from tetrad.core.request import RequestOutput
+from tetrad.server.gate import Admission
+from tetrad.server.metrics import RequestWatch
+from tetrad.server.session import Delta, Session
+
+BODY = "tetrad.body"
+"""Where in the state of its scope a request finds the outlet of its connection, if there is one."""
+
+Render = Callable[[int, Delta], bytes]
+"""Events for what a step added to the choice of this index; empty if there is nothing to tell."""
+
+
+class Outlet(Protocol):
+    """Takes pieces of the body of one answer, past the application: `connections.Body`."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can take a piece now."""
+
+    def write(self, piece: bytes) -> None:
+        """Take one that is not empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortWay:
+    """From the readers of an answer to its client."""
+
+    render: Render
+    outlet: Outlet
+
+
+class Inbox:
+    """What the task that answers a request is to see, in order."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[int, Delta] | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the task has seen everything and waits for more."""
+        return self._waiter is not None
+
+    def put(self, item: tuple[int, Delta] | Exception) -> None:
+        """Add an item, which may be an error to raise."""
+        self._items.append(item)
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None
+
+    async def get(self) -> tuple[int, Delta]:
+        """The next item. Raises it if it is an error."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        item = self._items.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class ChoiceReader:
+    """Reads what the engine gives one choice: a `Sink`."""
+
+    def __init__(
+        self,
+        session: Session,
+        index: int,
+        watch: RequestWatch,
+        admission: Admission,
+        inbox: Inbox,
+        short_way: ShortWay | None = None,
+    ) -> None:
+        """`index`: of the choice in its answer."""
+        self._session = session
+        self._index = index
+        self._watch = watch
+        self._admission = admission
+        self._inbox = inbox
+        self._short_way = short_way
+        self._has_begun = self._is_over = False
+
+    def take(self, output: RequestOutput) -> None:
+        """An output that tells more than a token."""
+        if self._is_over:
+            return
+        try:
+            if self._session.completion_tokens == 0:
+                if output.token_ids:
+                    self._watch.first_token(self._index, output)
+                self._admission.first_token(self._index)
+            self._tell(self._session.feed(output))
+        except Exception as error:  # noqa: BLE001 - raised again by the task
+            self._end(error)
+
+    def take_token(self, token_id: int) -> None:
+        """A token."""
+        if self._is_over:
+            return
+        try:
+            self._tell(self._session.feed_token(token_id))
+        except Exception as error:  # noqa: BLE001 - raised again by the task
+            self._end(error)
+
+    def fail(self, error: TetradError) -> None:
+        """Nothing more will come."""
+        if not self._is_over:
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self._is_over = True
+        self._inbox.put(error)
+
+    def _tell(self, delta: Delta) -> None:
+        """The first and the last piece of a choice are always the task's to see."""
+        if delta.finish is not None:
+            self._is_over = True
+            reason = delta.finish.reason
+            self._watch.last_token(self._index, self._session.completion_tokens, reason)
+        elif self._short_way is not None and self._has_begun and self._inbox.is_waited_for:
+            outlet = self._short_way.outlet
+            if outlet.is_open:
+                if piece := self._short_way.render(self._index, delta):
+                    outlet.write(piece)
+                return
+        self._has_begun = True
+        self._inbox.put((self._index, delta))
