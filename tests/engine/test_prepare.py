@@ -13,7 +13,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.load import load_engine
-from tetrad.engine.prepare import graph_sizes, largest_step, prompt_steps, without_effect
+from tetrad.engine.prepare import graph_sizes, largest_step, prompt_steps
 from tetrad.engine.runner import Runner
 
 
@@ -36,36 +36,6 @@ def test_sizes_to_record(flags: dict[str, object], max_running: int, sizes: tupl
 def test_a_size_that_cannot_be_is_refused(size: object):
     with pytest.raises(ConfigError, match="--cuda-graph-bs"):
         ServeConfig.parse({"cuda_graph_bs": (size,)})
-
-
-@pytest.mark.parametrize(
-    ("flags", "device", "sentences"),
-    [
-        ({}, "cpu", []),
-        ({}, "cuda", []),
-        (
-            {"cuda_graph_max_bs": 4},
-            "cpu",
-            ["--cuda-graph-max-bs has no effect: a CPU records nothing."],
-        ),
-        (
-            {"disable_cuda_graph": True, "cuda_graph_bs": (4,)},
-            "cuda",
-            ["--cuda-graph-bs has no effect with --disable-cuda-graph."],
-        ),
-        (
-            {"cuda_graph_max_bs": 4, "cuda_graph_bs": (4,)},
-            "cuda",
-            ["--cuda-graph-max-bs has no effect beside --cuda-graph-bs."],
-        ),
-        ({"disable_cuda_graph": True}, "cuda", []),
-    ],
-)
-def test_flags_without_effect_are_named(
-    flags: dict[str, object], device: str, sentences: list[str]
-):
-    config = ServeConfig(**flags)  # type: ignore[arg-type]
-    assert without_effect(config, device) == sentences
 
 
 @pytest.mark.parametrize(("step", "context"), [(96, 512), (96, 40), (4, 512)])

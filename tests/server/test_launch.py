@@ -192,6 +192,7 @@ def test_an_open_address_without_a_key_is_warned_about(fields: dict[str, Any], i
         {"model": str(ROOT / "docs")},
         {"device": "cuda"},
         {"quantization": "int8"},
+        {"quantization": "int8", "load_format": "dummy"},
     ],
 )
 def test_what_is_wrong_with_the_flags_is_told_before_the_port_is_tried(fields: dict[str, Any]):

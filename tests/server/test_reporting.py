@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import http.server
+import io
 import json
 import logging
 import subprocess
@@ -24,6 +25,8 @@ from tests.server.test_about import connect
 from tests.server.test_access import bearer
 from tests.server.test_launch import serving
 from tetrad.core.config import ServeConfig
+from tetrad.core.messages import EngineProgress
+from tetrad.server.console import Console
 from tetrad.server.reporter import set_up_access_log
 
 CHAT = "/v1/chat/completions"
@@ -226,3 +229,12 @@ def test_a_printed_configuration_holds_no_secret():
     for secret in SECRETS:
         assert secret not in repr(config)
         assert secret not in str(config)
+
+
+def test_each_note_is_a_line():
+    """Also of several in a row, and between two words of the same phase."""
+    stream = io.StringIO()
+    console = Console(stream)
+    for phase, detail in (("graphs", "1"), ("note", "a"), ("note", "b"), ("graphs", "2")):
+        console.progress(EngineProgress(phase, detail))
+    assert stream.getvalue() == "  graphs 1\n  note a\n  note b\n"

@@ -21,10 +21,17 @@ def checked_scheme(name: str) -> str:
     return name
 
 
-def check_scheme(scheme: str | None, arch: Arch) -> None:
-    """Raises ConfigError for a scheme with a model that has experts."""
-    if scheme is not None and isinstance(arch, ModelArch):
+def check_scheme(scheme: str | None, arch: Arch, *, is_drawn: bool = False) -> None:
+    """Raises ConfigError for a scheme with a model that has experts. `is_drawn`: its weights come
+    from no checkpoint."""
+    if scheme is None or not isinstance(arch, ModelArch):
+        return
+    if is_drawn:
         raise ConfigError(
-            f"--quantization {scheme}: {arch.model_type} is served as it is stored; tetrad "
-            "quantize makes an NVFP4 checkpoint of it."
+            f"--quantization {scheme}: --load-format dummy draws the experts of {arch.model_type} "
+            "in NVFP4 and all else not quantised; leave it out."
         )
+    raise ConfigError(
+        f"--quantization {scheme}: {arch.model_type} is served as it is stored; tetrad "
+        "quantize makes an NVFP4 checkpoint of it."
+    )

@@ -38,9 +38,10 @@ from tetrad.engine.engine import Engine, scheduler_of
 from tetrad.engine.grammars import Grammars
 from tetrad.engine.guard import NanGuard
 from tetrad.engine.memory_statement import memory_statement
-from tetrad.engine.prepare import Prepared, prepare, without_effect
+from tetrad.engine.prepare import Prepared, prepare
 from tetrad.engine.profiling import TorchProfiler
 from tetrad.engine.runner import Runner
+from tetrad.engine.without_effect import without_effect
 from tetrad.grammar.compiler import Compiler
 from tetrad.grammar.masks import MaskMaker
 from tetrad.grammar.vocabulary import VocabularySource
@@ -222,6 +223,7 @@ def _load_weights(
                 others=others,
                 seed=config.random_seed,
                 is_skewed=config.rehearse_routing == "skewed",
+                quantization=config.quantization,
             )
         return load_model(
             folder,
@@ -300,7 +302,7 @@ def _prepare(
     device: torch.device,
     say: Progress,
 ) -> Prepared:
-    for sentence in without_effect(config, device.type):
+    for sentence in without_effect(config, arch, "cuda" if device.type == "cuda" else "cpu"):
         say(EngineProgress("note", sentence))
 
     def tell(sentence: str) -> None:

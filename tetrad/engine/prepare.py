@@ -78,23 +78,6 @@ def graph_sizes(config: ServeConfig, max_running: int) -> tuple[int, ...]:
     return usual_sizes(min(config.cuda_graph_max_bs or max_running, max_running))
 
 
-def without_effect(config: ServeConfig, device_kind: str) -> list[str]:
-    """A sentence for each flag that changes nothing as things are."""
-    given = {
-        "--disable-cuda-graph": config.disable_cuda_graph,
-        "--cuda-graph-max-bs": config.cuda_graph_max_bs is not None,
-        "--cuda-graph-bs": bool(config.cuda_graph_bs),
-    }
-    flags = [flag for flag, is_given in given.items() if is_given]
-    if device_kind != "cuda":
-        return [f"{flag} has no effect: a {device_kind.upper()} records nothing." for flag in flags]
-    if config.disable_cuda_graph:
-        return [f"{flag} has no effect with --disable-cuda-graph." for flag in flags[1:]]
-    if len(flags) == 2:
-        return ["--cuda-graph-max-bs has no effect beside --cuda-graph-bs."]
-    return []
-
-
 def prompt_steps(limits: Limits, topk: int, scratch_page: int) -> Iterator[StepPlan]:
     """Steps of 1, 2, 4, ... tokens and of the whole budget, twice each: whole prompts that are read
     whole, sampled greedily, and a chunk behind more keys than the `topk` that attention reads.

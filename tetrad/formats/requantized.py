@@ -59,3 +59,8 @@ class RequantizedWeights:
     def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
         """Nobody stacks matrices of the models that may be quantised so."""
         raise NotImplementedError
+
+
+def quantised(weights: _Stored, scheme: str | None) -> _Stored:
+    """The same weights, or each linear of them as `RequantizedWeights` has it."""
+    return weights if scheme is None else RequantizedWeights(weights, scheme)

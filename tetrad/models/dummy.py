@@ -17,8 +17,10 @@ from torch import Tensor
 from tetrad.core.arch import ModelArch
 from tetrad.core.architectures import Arch
 from tetrad.core.errors import ConfigError
+from tetrad.core.quantization import check_scheme
 from tetrad.core.ranks import Ranks
 from tetrad.distributed.collectives import Collectives
+from tetrad.formats.requantized import quantised
 from tetrad.formats.weights import NVFP4_BLOCK, Weight
 from tetrad.kernels import quick_weights
 from tetrad.kernels.device import snapshot
@@ -77,12 +79,16 @@ def dummy_model(
     others: Collectives,
     seed: int = 0,
     is_skewed: bool = False,
+    quantization: str | None = None,
 ) -> Model:
-    """`arch`, or what the rank of `others` holds of it. Raises ConfigError when a CPU's memory
-    cannot hold it: there an allocation beyond it would end in the process being killed."""
+    """`arch`, or what the rank of `others` holds of it; linears quantised as `quantization` says,
+    where it says something. Raises ConfigError for a model with experts where it does, and when a
+    CPU's memory cannot hold the model: there an allocation beyond it would end in the process being
+    killed."""
+    check_scheme(quantization, arch, is_drawn=True)
     if device.type == "cpu" and isinstance(arch, ModelArch):
         _check_memory(arch, others.ranks, dtype, device)
-    weights = DummyWeights(device, dtype, seed, is_skewed)
+    weights = quantised(DummyWeights(device, dtype, seed, is_skewed), quantization)
     source = WeightSource(weights, ops, dtype, WeightLedger(), others=others)
     return build(arch, source)
 

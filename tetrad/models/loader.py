@@ -18,7 +18,7 @@ from tetrad.core.ranks import Ranks
 from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.formats.checkpoint import Checkpoint
 from tetrad.formats.gguf import GgufWeights
-from tetrad.formats.requantized import RequantizedWeights
+from tetrad.formats.requantized import quantised
 from tetrad.kernels.select import OpSet
 from tetrad.layers.source import StoredWeights, WeightLedger, WeightSource
 from tetrad.models.base import Model
@@ -61,7 +61,7 @@ def load_model(
     if isinstance(arch, ModelArch):
         weights = RankWeights(checkpoint, others.ranks)
     source = WeightSource(
-        _quantised(weights, quantization), ops, dtype, WeightLedger(), others=others
+        quantised(weights, quantization), ops, dtype, WeightLedger(), others=others
     )
     try:
         model = build(arch, source)
@@ -83,7 +83,7 @@ def _load_gguf(
     quantization: str | None,
 ) -> Model:
     file = GgufWeights(path, arch, device, on_progress)
-    source = WeightSource(_quantised(file, quantization), ops, dtype, WeightLedger())
+    source = WeightSource(quantised(file, quantization), ops, dtype, WeightLedger())
     try:
         model = build(arch, source)
     finally:
@@ -99,12 +99,6 @@ def _is_ignorable_gguf(name: str, arch: LlamaArch) -> bool:
     """A layer that --num-layers leaves out."""
     match = _GGUF_LAYER.match(name)
     return match is not None and int(match[1]) >= arch.num_layers
-
-
-def _quantised(weights: StoredWeights, scheme: str | None) -> StoredWeights:
-    if scheme is None:
-        return weights
-    return RequantizedWeights(weights, scheme)
 
 
 def _refuse_leftovers(checkpoint: Checkpoint, arch: Arch, ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 import tetrad
 from tetrad.core.messages import EngineProgress
+from tetrad.engine.client import NOTE
 from tetrad.server.service import Service
 
 
@@ -30,8 +31,11 @@ class Console:
         self.say(f"error: {text}")
 
     def progress(self, progress: EngineProgress) -> None:
-        """A new phase is a new line; its details are shown where they can rewrite it."""
-        if progress.phase != self._phase:
+        """A new phase is a new line; its details are shown where they can rewrite it. A note is a
+        line by itself, and no phase."""
+        if progress.phase == NOTE:
+            self.say(f"  {NOTE} {progress.detail}")
+        elif progress.phase != self._phase:
             self._phase = progress.phase
             self.say(f"  {progress.phase} {progress.detail}".rstrip())
         elif self._rewrites:

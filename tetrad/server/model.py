@@ -57,8 +57,8 @@ class ServedModel:
         folder = model_folder(config.model)
         folder_of_text = text_folder(folder, config.load_format)
         arch = served_shapes(folder, config.load_format)
-        if config.load_format == "auto":
-            check_scheme(config.quantization, arch)
+        if config.load_format != "null":
+            check_scheme(config.quantization, arch, is_drawn=config.load_format == "dummy")
         tokenizer, template = _text(config, folder, folder_of_text)
         source = template.source if template is not None else ""
         return cls(
