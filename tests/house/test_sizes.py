@@ -22,7 +22,8 @@ sweeps and reports; 26,000 for products with dense weights; 26,500 for kernels t
 admission by prediction and readers of shards; 27,000 for fewer launches of attention;
 28,500 for telemetry beside a load and its plots; 29,500 for several API processes;
 34,500 for further APIs, administration and a second architecture; 37,000 for structured output
-and more formats of tool calls; 37,500 for tokens in columns and events straight to the connection."""
+and more formats of tool calls; 37,500 for tokens in columns and events straight to the
+connection."""
 
 
 def test_no_function_is_longer_than_the_cap():
