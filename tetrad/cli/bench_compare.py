@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tetrad.bench.compare_options import BenchCompareConfig
+from tetrad.bench.without_effect import without_effect
 from tetrad.cli import bench_files
 from tetrad.cli.bench_serve import refuse
 from tetrad.cli.flags import verb
@@ -24,6 +25,8 @@ def _bench_compare(config: BenchCompareConfig) -> int:
 
     bench_files.check_folders(config)
     narrator = Narrator(show_bar=not config.disable_tqdm)
+    for line in without_effect(config):
+        narrator.say(line)
 
     async def measure(asked: BenchServeConfig, repetition: int) -> BenchRun:
         narrator.say(f"pair {repetition // 2 + 1} of {config.pairs}: {asked.base_url}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.without_effect import without_effect
 from tetrad.cli import bench_files
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
@@ -24,7 +25,10 @@ def _bench_serve(config: BenchServeConfig) -> int:
     from tetrad.bench.sweep import alone
 
     bench_files.check_folders(config)
-    measured = uvloop.run(bench_repeats(config, Narrator(show_bar=not config.disable_tqdm)))
+    narrator = Narrator(show_bar=not config.disable_tqdm)
+    for line in without_effect(config):
+        narrator.say(line)
+    measured = uvloop.run(bench_repeats(config, narrator))
     runs = [bench_files.signed(run) for run in measured]
     for run in runs:
         print(f"\n{block(run, cache_report=config.cache_report)}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from tetrad.bench.sweep_options import BenchSweepConfig
+from tetrad.bench.without_effect import without_effect
 from tetrad.cli import bench_files
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
@@ -36,6 +37,8 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
     if config.retry_failed:
         found = {place: point for place, point in found.items() if point.status == "ok"}
     narrator = Narrator(show_bar=not config.disable_tqdm)
+    for line in without_effect(config):
+        narrator.say(line)
     measure, done = _measure(narrator), {}
     if config.find is not None:
         steps = sweep_find.search(config, found, plan, measure, narrator.say)

@@ -5,6 +5,7 @@ The command line and its help are generated from these models, never written bes
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -73,3 +74,14 @@ def secrets(config: type[Config]) -> set[str]:
         for name, field in config.model_fields.items()
         if isinstance(field.json_schema_extra, dict) and field.json_schema_extra["env"]
     }
+
+
+def in_vain(config: Config, fields: Iterable[str], why: str) -> Iterator[str]:
+    """One sentence about those of the fields that are not what they are by default."""
+    flags = [
+        "--" + field.replace("_", "-")
+        for field in fields
+        if getattr(config, field) != type(config).model_fields[field].default
+    ]
+    if flags:
+        yield f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {why}."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.llama_arch import LlamaArch
+from tetrad.core.option import in_vain
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -31,48 +32,37 @@ def without_effect(config: ServeConfig, arch: Arch, device_kind: DeviceKind) -> 
 def without_effect_on_null(config: ServeConfig) -> list[str]:
     """The same for `--load-format null`."""
     why = "with --load-format null, which has no model"
-    return [*_told(config, OF_A_MODEL, why), *_of_scheduling(config)]
+    return [*in_vain(config, OF_A_MODEL, why), *_of_scheduling(config)]
 
 
 def _of_model(config: ServeConfig, arch: Arch, device_kind: DeviceKind) -> Iterator[str]:
-    yield from _told(config, ("null_step_ms",), "without --load-format null")
+    yield from in_vain(config, ("null_step_ms",), "without --load-format null")
     if isinstance(arch, LlamaArch):
-        yield from _told(config, OF_EXPERTS, f"as {arch.model_type} has no experts")
+        yield from in_vain(config, OF_EXPERTS, f"as {arch.model_type} has no experts")
     elif config.rehearse is None and config.load_format != "dummy":
-        yield from _told(config, ("rehearse_routing",), "without --rehearse or dummy weights")
+        yield from in_vain(config, ("rehearse_routing",), "without --rehearse or dummy weights")
     if config.num_layers is not None and config.num_layers > arch.num_layers:
         yield f"--num-layers {config.num_layers} has no effect: there are {arch.num_layers}."
     if config.decode_attention_backend and config.prefill_attention_backend:
         both = "beside --decode-attention-backend and --prefill-attention-backend"
-        yield from _told(config, ("attention_backend",), both)
+        yield from in_vain(config, ("attention_backend",), both)
     yield from _of_graphs(config, arch, device_kind)
 
 
 def _of_graphs(config: ServeConfig, arch: Arch, device_kind: DeviceKind) -> Iterator[str]:
     if device_kind == "cpu":
-        yield from _told(config, OF_GRAPHS, "on a CPU, which records nothing")
+        yield from in_vain(config, OF_GRAPHS, "on a CPU, which records nothing")
     elif isinstance(arch, LlamaArch):
-        yield from _told(config, OF_GRAPHS, f"as steps of {arch.model_type} are not recorded")
+        yield from in_vain(config, OF_GRAPHS, f"as steps of {arch.model_type} are not recorded")
     elif config.disable_cuda_graph:
-        yield from _told(config, OF_GRAPHS[1:], "with --disable-cuda-graph")
+        yield from in_vain(config, OF_GRAPHS[1:], "with --disable-cuda-graph")
     elif config.cuda_graph_bs:
-        yield from _told(config, ("cuda_graph_max_bs",), "beside --cuda-graph-bs")
+        yield from in_vain(config, ("cuda_graph_max_bs",), "beside --cuda-graph-bs")
 
 
 def _of_scheduling(config: ServeConfig) -> Iterator[str]:
     if config.enable_priority_scheduling:
         flag = ("abort_on_priority_when_disabled",)
-        yield from _told(config, flag, "with --enable-priority-scheduling")
+        yield from in_vain(config, flag, "with --enable-priority-scheduling")
     else:
-        yield from _told(config, OF_PRIORITIES, "without --enable-priority-scheduling")
-
-
-def _told(config: ServeConfig, fields: Iterable[str], why: str) -> Iterator[str]:
-    """One sentence about those of the fields that are not what they are by default."""
-    changed = [
-        "--" + field.replace("_", "-")
-        for field in fields
-        if getattr(config, field) != ServeConfig.model_fields[field].default
-    ]
-    if changed:
-        yield f"{', '.join(changed)} {'has' if len(changed) == 1 else 'have'} no effect {why}."
+        yield from in_vain(config, OF_PRIORITIES, "without --enable-priority-scheduling")

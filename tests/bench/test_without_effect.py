@@ -1,0 +1,38 @@
+"""Flags that the chosen dataset does not read are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.without_effect import READ_BY, without_effect
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentences"),
+    [
+        ({"random_input_len": 64, "random_range_ratio": 1.0}, []),
+        (
+            {"gsp_output_len": 4, "cache_bust": True},
+            ["--cache-bust, --gsp-output-len have no effect with --dataset-name random-ids."],
+        ),
+        (
+            {"dataset_name": "sharegpt", "dataset_path": Path("x"), "random_input_len": 64},
+            ["--random-input-len has no effect with --dataset-name sharegpt."],
+        ),
+        ({"dataset_name": "custom", "dataset_path": Path("x"), "random_output_len": 64}, []),
+        ({"dataset_offset": 4}, ["--dataset-offset has no effect without --dataset-path."]),
+        ({"length_cv": 0.2}, ["--length-cv has no effect on uniform lengths."]),
+        ({"length_cv": 0.2, "length_distribution": "normal"}, []),
+        ({"top_logprobs_num": 2}, ["--top-logprobs-num has no effect without --return-logprob."]),
+    ],
+)
+def test_flags_that_nothing_reads_are_named(flags: dict[str, Any], sentences: list[str]):
+    assert list(without_effect(BenchServeConfig(**flags))) == sentences
+
+
+def test_every_name_is_a_field():
+    assert READ_BY.keys() <= BenchServeConfig.model_fields.keys()
