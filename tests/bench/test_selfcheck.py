@@ -27,7 +27,14 @@ def test_a_round_that_nothing_woke_had_its_bytes_since_the_last_one():
 
 
 def checked(
-    first_lag_s=0.0, last_lag_s=0.0, sent_late_s=0.0, *, due_s=0.5, has_cap=False, unread=(0,)
+    first_lag_s=0.0,
+    last_lag_s=0.0,
+    sent_late_s=0.0,
+    *,
+    due_s=0.5,
+    has_cap=False,
+    unread=(0,),
+    busy=(0.11,),
 ) -> ClientCheck:
     """One request: TTFT 200 ms, 11 tokens, TPOT 20 ms."""
     trace = Trace(0, due_s=due_s, ready_s=due_s, sent_s=due_s + sent_late_s, is_finished=True)
@@ -38,7 +45,9 @@ def checked(
         readings={0: reading},
         duration_s=1.0,
         interrupted=False,
-        watched=[Watched(unread=array("q", unread), cpu_s=0.11, waited_s=0.2)],
+        watched=[
+            Watched(unread=array("q", unread), busy=array("d", busy), cpu_s=0.11, waited_s=0.2)
+        ],
         read_lag_s=np.array([first_lag_s, last_lag_s]),
         event_lags_s={0: (first_lag_s, last_lag_s)},
     )
@@ -70,6 +79,19 @@ def test_more_than_one_percent_is_invalid(late, reason: str):
     assert len(found.invalid) == 1
     assert found.invalid[0].startswith(reason)
     assert lines(found)[-1].startswith(f"INVALID: the client was too slow: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("busy", "cure"),
+    [
+        ((0.3, 0.95), "it used 95% of a core; give it more processes (--workers)"),
+        ((0.3,), "it used 30% of a core and waited for one 20% of the time, as others had them"),
+    ],
+)
+def test_the_cure_is_for_what_it_lacked(busy: tuple[float, ...], cure: str):
+    (told,) = checked(sent_late_s=0.1, busy=busy).invalid
+    assert cure in told
+    assert ("--workers" in told) == (max(busy) > 0.9)
 
 
 def test_just_below_one_percent_is_valid():

@@ -17,6 +17,8 @@ LEAST_MS = 1.0
 """A lag below the resolution of the loop's timers spoils no time to first token."""
 MOST_UNREAD_SHARE = 0.5
 """With bytes unread in more of its connections than this, the client is behind all the time."""
+FULL_SHARE = 0.8
+"""A process that used so much of a core, if only for a second, has too much to do."""
 LUMPS = 0.5
 """A median ITL below this share of the mean tells of tokens that were read in lumps."""
 
@@ -75,30 +77,41 @@ def _faults(found: ClientCheck, good: Sequence[Answer], *, in_time: bool) -> Ite
     their own, so sending late is another load than the one asked for."""
     ttft = Spread.of([a.record.ttft_ms for a in good if a.record.ttft_ms is not None])
     tpot = Spread.of([a.record.tpot_ms for a in good if a.record.tpot_ms is not None])
+    late: list[tuple[str, float | None, str, Spread, float]] = []
     if ttft.count:
-        yield from _beyond("it read first tokens", found.ttft_bias_ms, "TTFT", ttft, LEAST_MS)
-        lag_ms = found.loop_lag_ms.mean
-        yield from _beyond("its event loop ran", lag_ms, "TTFT", ttft, LEAST_MS)
+        late.append(("it read first tokens", found.ttft_bias_ms, "TTFT", ttft, LEAST_MS))
+        late.append(("its event loop ran", found.loop_lag_ms.mean, "TTFT", ttft, LEAST_MS))
     if tpot.count:
-        yield from _beyond("it read tokens", found.tpot_bias_ms, "TPOT", tpot, 0.0)
+        late.append(("it read tokens", found.tpot_bias_ms, "TPOT", tpot, 0.0))
     if in_time and ttft.count:
-        yield from _beyond("it sent requests", found.send_lag_ms.mean, "TTFT", ttft, LEAST_MS)
+        late.append(("it sent requests", found.send_lag_ms.mean, "TTFT", ttft, LEAST_MS))
+    cure = _cure(found)
+    for what, lag_ms, name, spread, least_ms in late:
+        if lag_ms is not None and lag_ms > max(least_ms, MOST_SHARE * spread.mean):
+            yield (
+                f"{what} {lag_ms:.2f} ms late, {lag_ms / spread.mean:.1%} of the mean {name} of "
+                f"{spread.mean:.2f} ms, where 1 % may be the client's; {cure}"
+            )
     if found.unread_share > MOST_UNREAD_SHARE:
         yield (
             f"bytes lay unread in {found.unread_share:.0%} of its connections: it could not keep up"
-            "; give it more processes (--workers) or cores."
+            f"; {cure}"
         )
 
 
-def _beyond(
-    what: str, lag_ms: float | None, name: str, spread: Spread, least_ms: float
-) -> Iterator[str]:
-    if lag_ms is not None and lag_ms > max(least_ms, MOST_SHARE * spread.mean):
-        yield (
-            f"{what} {lag_ms:.2f} ms late, {lag_ms / spread.mean:.1%} of the mean {name} of "
-            f"{spread.mean:.2f} ms, where 1 % may be the client's; give it more processes "
-            "(--workers) or cores of its own."
+def _cure(found: ClientCheck) -> str:
+    """More processes help one that has too much to do, and harm one that has to wait for a core."""
+    used = max(found.busiest_second, *found.cpu_shares)
+    if used >= FULL_SHARE:
+        return (
+            f"it used {used:.0%} of a core; give it more processes (--workers), on cores that the "
+            "server does not use."
         )
+    return (
+        f"it used {used:.0%} of a core and waited for one {found.waited_share:.0%} of the time, as "
+        "others had them; end those, give the client a core of its own (taskset -c for it and the "
+        "server), or run it on another machine with --base-url."
+    )
 
 
 def lines(found: ClientCheck) -> list[str]:
