@@ -15,7 +15,7 @@ from tests.engine.fakes import Done, FakeRunner, make_limits, make_scheduler
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError
 from tetrad.core.messages import EngineProgress
-from tetrad.core.step import StepPlan
+from tetrad.core.plan import StepPlan
 from tetrad.engine.client import EngineClient
 from tetrad.engine.engine import Engine
 from tetrad.engine.grammars import Masks

@@ -8,21 +8,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from tetrad.core.plan import NO_DECODES, Decodes, Ints, StepPlan, StepResult
 from tetrad.core.request import Grammar, Request, SamplingParams, TokenLogprob
-from tetrad.core.step import (
-    PAGE_TOKENS,
-    PENDING,
-    SampledToken,
-    SequenceWork,
-    StepPlan,
-    StepResult,
-)
+from tetrad.core.step import PAGE_TOKENS, SampleWork, SequenceWork
 from tetrad.engine.admission import Limits
+from tetrad.engine.blocks import pages_for
 from tetrad.engine.forecast import Forecast
 from tetrad.engine.grammars import Masks
+from tetrad.engine.running import Running
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.sequence import Sequence as EngineSequence
+from tetrad.engine.sequence import sampling_rules
 from tetrad.grammar.compiler import Compiled, Refused
 from tetrad.grammar.layout import ALLOWED, GIVEN_UP
 
@@ -76,44 +76,117 @@ class Done:
         return self.result
 
 
+def works_of(plan: StepPlan) -> list[SequenceWork]:
+    """All rows of a plan as structs. Of decodes it says what columns do not: that they need
+    nothing else."""
+    decodes = plan.decodes
+    works = []
+    for index, rid in enumerate(decodes.rids):
+        temperature, top_p, min_p = decodes.rules[:, index].tolist()
+        params = SamplingParams(
+            temperature=temperature, top_p=top_p, min_p=min_p, top_k=int(decodes.top_k[index])
+        )
+        num_generated, start = int(decodes.num_generated[index]), int(decodes.starts[index])
+        sample = SampleWork(
+            params, int(decodes.seeds[index]), num_generated, (), start + 1 - num_generated
+        )
+        token_id, pages = int(decodes.token_ids[index]), decodes.pages(index)
+        works.append(SequenceWork(rid, (token_id,), start, pages, sample))
+    return [*works, *plan.sequences]
+
+
+def as_decodes(works: Sequence[SequenceWork]) -> Decodes:
+    """Works of one token each as columns."""
+    samples = [work.sample for work in works if work.sample]
+    assert len(samples) == len(works)
+    rules = [sampling_rules(sample.params) for sample in samples]
+    table = np.zeros((len(works), max(len(work.pages) for work in works)), np.int32)
+    for row, work in zip(table, works, strict=True):
+        row[: len(work.pages)] = work.pages
+    return Decodes(
+        rids=np.array([work.rid for work in works], np.object_),
+        token_ids=np.array([token_id for work in works for token_id in work.token_ids]),
+        starts=np.array([work.start for work in works]),
+        page_table=table[:, : pages_for(max(work.num_kv_tokens for work in works))],
+        seeds=np.array([sample.seed for sample in samples], np.uint64),
+        num_generated=np.array([sample.num_generated for sample in samples]),
+        rules=np.array([rule[:3] for rule in rules], np.float32).T,
+        top_k=np.array([rule[3] for rule in rules]),
+    )
+
+
+class Token(NamedTuple):
+    """What a sampler gives one row."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+    @property
+    def is_finite(self) -> bool:
+        return self.token_id >= 0
+
+
+def tokens_of(
+    sampler: Callable[..., Any],
+    logits: Any,
+    works: Sequence[SampleWork],
+    masks: Callable[[], Masks | None] | None = None,
+    *,
+    num_decodes: int = 0,
+) -> list[Token]:
+    """Runs a sampler on a copy of `logits`; the first `num_decodes` rows are columns."""
+    each = [SequenceWork("", (0,), 0, (0,), work) for work in works]
+    decodes = as_decodes(each[:num_decodes]) if num_decodes else NO_DECODES
+    plan = StepPlan(tuple(each[num_decodes:]), decodes)
+    result = sampler(logits.clone(), plan, masks).wait()
+    ids = result.token_ids.tolist()
+    return [Token(token_id, result.logprobs.get(row)) for row, token_id in enumerate(ids)]
+
+
 class FakeRunner:
     """`spoiled` rids write garbage and give logits that are not finite."""
 
     def __init__(self, num_pages: int) -> None:
         self.slots = [UNWRITTEN] * (num_pages * PAGE_TOKENS)
         self.spoiled: set[str] = set()
-        self._previous: dict[str, int] = {}
+        self._sampled: list[tuple[str, int]] = []
 
     def launch(self, plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> Done:
-        for work in plan.sequences:
+        for work in works_of(plan):
             self._write(work)
-        works = [work for work in plan.sequences if work.sample]
+        works = [work for work in works_of(plan) if work.sample]
         banned = _banned(masks() if masks else None)
-        sampled = tuple(self._sample(w, banned.get(row, ())) for row, w in enumerate(works))
-        self._previous = {token.rid: token.token_id for token in sampled}
-        return Done(StepResult(sampled))
+        sampled = [self._sample(w, banned.get(row, ())) for row, w in enumerate(works)]
+        self._sampled = [(w.rid, token_id) for w, token_id in zip(works, sampled, strict=True)]
+        logprobs = {
+            row: TokenLogprob(token_id, -float(sum(self._past(w))))
+            for row, (w, token_id) in enumerate(zip(works, sampled, strict=True))
+            if w.sample and w.sample.params.num_logprobs is not None and token_id >= 0
+        }
+        return Done(StepResult(np.array(sampled, np.int64), logprobs))
 
     def _write(self, work: SequenceWork) -> None:
         for position, token_id in enumerate(work.token_ids, work.start):
-            if token_id == PENDING:
-                token_id = self._previous[work.rid]
+            if token_id < 0:
+                rid, token_id = self._sampled[-1 - token_id]
+                assert rid == work.rid, f"{work.rid} gets a token of {rid}"
             is_spoiled = work.rid in self.spoiled
             self.slots[_slot(work, position)] = SPOILED if is_spoiled else token_id
 
-    def _sample(self, work: SequenceWork, masked: Sequence[int]) -> SampledToken:
+    def _past(self, work: SequenceWork) -> list[int]:
+        return [self.slots[_slot(work, i)] for i in range(work.num_kv_tokens)]
+
+    def _sample(self, work: SequenceWork, masked: Sequence[int]) -> int:
         if work.rid in self.spoiled:
-            return SampledToken(work.rid, -1, is_finite=False)
-        past = [self.slots[_slot(work, i)] for i in range(work.num_kv_tokens)]
+            return -1
+        past = self._past(work)
         assert UNWRITTEN not in past, f"{work.rid} reads a slot nobody wrote"
         assert SPOILED not in past, f"{work.rid} reads what a failed request wrote"
         sample = work.sample
         assert sample is not None
         assert sample.history_ids in ((), tuple(past)), f"{work.rid} has another history"
         assert sample.num_generated == len(past) - sample.num_prompt
-        token_id = next_token(past, sample.seed, (*sample.banned_ids, *masked))
-        wants_logprob = sample.params.num_logprobs is not None
-        logprob = TokenLogprob(token_id, -float(sum(past))) if wants_logprob else None
-        return SampledToken(work.rid, token_id, is_finite=True, logprob=logprob)
+        return next_token(past, sample.seed, (*sample.banned_ids, *masked))
 
 
 def _banned(masks: Masks | None) -> dict[int, list[int]]:
@@ -244,6 +317,11 @@ class NoForecast(Forecast):
 
     def remaining(self, sequence: EngineSequence) -> int:
         return 0
+
+    def growths(self, running: Running) -> Ints:
+        growths = super().growths(running)
+        growths[0] = 0
+        return growths
 
 
 def make_request(

@@ -6,17 +6,18 @@ import math
 import random
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.fakes import EOS, NoForecast, make_limits, make_request, make_scheduler
-from tetrad.core.step import PAGE_TOKENS, SampledToken, StepResult
+from tests.engine.fakes import EOS, NoForecast, make_limits, make_request, make_scheduler, works_of
+from tetrad.core.plan import StepResult
+from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.engine import SETBACKS_EVERY_S, Setbacks
 from tetrad.engine.forecast import (
     AT_PEAK,
-    CLIP_TOKENS,
     MOST_SHARES,
     STEP_UP,
     Forecast,
@@ -24,8 +25,9 @@ from tetrad.engine.forecast import (
     Outlook,
     peak_pages,
 )
+from tetrad.engine.running import Running
 from tetrad.engine.scheduler import Scheduler
-from tetrad.engine.sequence import Sequence
+from tetrad.engine.sequence import CLIP_TOKENS, Sequence
 
 GROWTHS = st.lists(
     st.builds(
@@ -81,15 +83,15 @@ def served(scheduler: Scheduler, load: list[Asked], most_steps: int = 200_000) -
     used: list[float] = []
     while scheduler.has_work:
         plan = scheduler.schedule()
-        computed += sum(len(work.token_ids) for work in plan.sequences)
+        computed += plan.num_tokens
         sampled = []
-        for work in plan.sequences:
+        for work in works_of(plan):
             if work.sample:
                 is_last = work.sample.num_generated + 1 >= uses[work.rid]
-                sampled.append(SampledToken(work.rid, EOS if is_last else 0, is_finite=True))
+                sampled.append(EOS if is_last else 0)
         if scheduler.waiting:
             used.append(scheduler.num_used_pages / scheduler.limits.num_pages)
-        scheduler.apply(StepResult(tuple(sampled)))
+        scheduler.apply(StepResult(np.array(sampled, np.int64)))
         num_steps += 1
         assert num_steps < most_steps, "it does not come to an end"
     mean = sum(used) / len(used) if used else 0.0
@@ -182,6 +184,18 @@ def test_any_load_comes_to_its_end_in_the_order_of_arrival(
     assert scheduler.num_used_pages == 0
 
 
+def peak_of(growths: list[Growth]) -> int:
+    return peak_pages(np.array(growths).T)
+
+
+def running_of(*sequences: Sequence) -> Running:
+    running = Running(make_limits(running=max(1, len(sequences))))
+    for number, each in enumerate(sequences):
+        each.place = (0, number, number)
+        running.add(each)
+    return running
+
+
 @given(GROWTHS)
 def test_the_peak_is_near_what_comes_token_by_token(growths: list[Growth]):
     """Each grows by a token at a time and gives back its own pages when it has all."""
@@ -194,7 +208,7 @@ def test_the_peak_is_near_what_comes_token_by_token(growths: list[Growth]):
             else:
                 extra -= growth.own_pages
         most = max(most, extra)
-    found = peak_pages(growths)
+    found = peak_of(growths)
     assert found >= most - len(growths), "half a page each, and pages held beyond need"
     assert found <= most + len(growths)
 
@@ -208,10 +222,10 @@ def test_what_is_known_from_earlier_newcomers_changes_no_answer(sizes: list[tupl
         sequence(most, 0, ends=number % 2 > 0, prompt=prompt)
         for number, (prompt, most) in enumerate(sizes)
     ]
-    outlook = Outlook(forecast, sequences[:1])
+    outlook = Outlook(forecast, running_of(sequences[0]))
     for number, newcomer in enumerate(sequences[1:], start=1):
         growths = [*map(forecast.growth, sequences[:number]), forecast.growth(newcomer, 0)]
-        peak = peak_pages(growths)
+        peak = peak_of(growths)
         for num_free in range(peak + 4):
             assert outlook.has_room_for(newcomer, 0, num_free) == (peak <= num_free)
         outlook.add(newcomer)
@@ -220,7 +234,7 @@ def test_what_is_known_from_earlier_newcomers_changes_no_answer(sizes: list[tupl
 def test_nobody_looks_for_the_peak_where_all_have_room(monkeypatch: pytest.MonkeyPatch):
     """Letting in n beside n others took n sorts of n."""
     monkeypatch.setattr("tetrad.engine.forecast.peak_pages", None)
-    outlook = Outlook(Forecast(), [sequence(100, 0)])
+    outlook = Outlook(Forecast(), running_of(sequence(100, 0)))
     for _ in range(50):
         assert outlook.has_room_for(sequence(100, 0), 0, 1000)
         outlook.add(sequence(100, 0))
@@ -229,15 +243,16 @@ def test_nobody_looks_for_the_peak_where_all_have_room(monkeypatch: pytest.Monke
 def test_one_after_the_other_needs_less_than_all_at_once():
     long = Growth(640, 64, 1, 1)
     short = Growth(64, 640, 10, 10)
-    assert peak_pages([long]) == 10
-    assert peak_pages([short]) == 1
-    assert peak_pages([long, short]) == 3, "the long one grows into what the short one gives back"
+    assert peak_of([long]) == 10
+    assert peak_of([short]) == 1
+    assert peak_of([long, short]) == 3, "the long one grows into what the short one gives back"
 
 
 def sequence(most: int, generated: int, *, ends: bool = True, prompt: int = 10) -> Sequence:
     request = make_request("a", prompt, most, ignore_eos=not ends)
     found = Sequence(request, 0, 0, frozenset({EOS} if ends else ()))
-    found.token_ids += [0] * generated
+    for _ in range(generated):
+        found.add_token(0)
     return found
 
 
@@ -292,9 +307,10 @@ def test_who_was_refused_comes_in_once_its_prefix_is_there():
     admitted = []
     while scheduler.has_work:
         plan = scheduler.schedule()
-        admitted.append(tuple(work.rid for work in plan.sequences))
-        token = {work.rid: SampledToken(work.rid, 0, is_finite=True) for work in plan.sequences}
-        scheduler.apply(StepResult(tuple(token[w.rid] for w in plan.sequences if w.sample)))
+        works = works_of(plan)
+        admitted.append(tuple(work.rid for work in works))
+        num_sampled = sum(work.sample is not None for work in works)
+        scheduler.apply(StepResult(np.zeros(num_sampled, np.int64)))
     assert ("a", "b") in admitted
 
 

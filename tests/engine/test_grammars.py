@@ -21,8 +21,9 @@ from tests.engine.fakes import (
     make_scheduler,
 )
 from tetrad.core.errors import CapacityError, RequestError
+from tetrad.core.plan import StepPlan
 from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
-from tetrad.core.step import SequenceWork, StepPlan
+from tetrad.core.step import SequenceWork
 from tetrad.engine.admission import end_ids
 from tetrad.engine.engine import Engine
 from tetrad.engine.grammars import Grammars

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from tests.engine.fakes import as_decodes
+from tetrad.core.plan import StepPlan
 from tetrad.core.request import SamplingParams
-from tetrad.core.step import PAGE_TOKENS, PENDING, SampleWork, SequenceWork, StepPlan
-from tetrad.engine.inputs import InputBuilder, Sampled
+from tetrad.core.step import PAGE_TOKENS, SampleWork, SequenceWork
+from tetrad.engine.inputs import build
 
+CPU = torch.device("cpu")
 SAMPLE = SampleWork(SamplingParams(), 0, 0)
 
 
@@ -24,7 +27,7 @@ def test_a_mixed_step():
             work(2, 0, (1,), samples=True),
         )
     )
-    batch = InputBuilder(torch.device("cpu")).build(plan)
+    batch = build(plan, CPU)
     assert batch.token_ids.tolist() == [70, 62, 63, 64, 65, 66, 0, 1]
     assert batch.positions.tolist() == batch.token_ids.tolist()
     page = PAGE_TOKENS
@@ -42,26 +45,20 @@ def test_a_mixed_step():
     assert {t.dtype for t in (batch.query_start, batch.kv_lens, batch.page_table)} == {torch.int32}
 
 
-def test_the_page_table_forgets_what_it_held():
-    builder = InputBuilder(torch.device("cpu"))
-    long = work(1, 3 * PAGE_TOKENS, (7, 8, 9, 6), samples=True)
-    short = work(1, 0, (5,), samples=True)
-    builder.build(StepPlan((long, long)))
-    batch = builder.build(StepPlan((short, long)))
-    assert batch.page_table.tolist() == [[5, 0, 0, 0], [7, 8, 9, 6]]
-    batch = builder.build(StepPlan((long, short, short)))
-    assert batch.page_table.tolist() == [[7, 8, 9, 6], [5, 0, 0, 0], [5, 0, 0, 0]]
-
-
-def test_a_batch_keeps_its_page_table_when_the_next_is_built():
-    builder = InputBuilder(torch.device("cpu"))
-    first = builder.build(StepPlan((work(1, 0, (5,), samples=True),)))
-    builder.build(StepPlan((work(1, 0, (6,), samples=True),)))
-    assert first.page_table.tolist() == [[5]]
+def test_decodes_come_before_the_others_and_are_the_same_as_those():
+    one, two = work(1, 70, (5, 2), samples=True), work(1, 3, (8,), samples=True)
+    chunk = work(5, 62, (9, 3, 8), samples=False)
+    columns = build(StepPlan((chunk,), as_decodes((one, two))), CPU)
+    plain = build(StepPlan((one, two, chunk)), CPU)
+    for name in ("token_ids", "positions", "slots", "query_start", "kv_lens", "page_table"):
+        assert getattr(columns, name).tolist() == getattr(plain, name).tolist(), name
+        assert getattr(columns, name).dtype == getattr(plain, name).dtype
+    assert columns.logit_rows.tolist() == plain.logit_rows.tolist() == [0, 1]
+    assert (columns.query_lens, columns.kv_lens_host) == ((1, 1, 5), (71, 4, 67))
 
 
 def test_a_step_that_samples_nothing_wants_no_logits():
-    batch = InputBuilder(torch.device("cpu")).build(StepPlan((work(3, 0, (0,), samples=False),)))
+    batch = build(StepPlan((work(3, 0, (0,), samples=False),)), CPU)
     assert batch.logit_rows.shape == (0,)
 
 
@@ -69,7 +66,6 @@ def test_pending_tokens_come_from_the_rows_of_the_step_before():
     def one(rid: str, *ids: int) -> SequenceWork:
         return SequenceWork(rid, ids, 5, (0,), SAMPLE)
 
-    plan = StepPlan((one("a", PENDING), one("b", 11, 12), one("c", 9, PENDING), one("d", PENDING)))
-    previous = Sampled(torch.tensor([30, 31, -1]), {"c": 0, "a": 1, "d": 2})
-    batch = InputBuilder(torch.device("cpu")).build(plan, previous)
+    plan = StepPlan((one("a", -2), one("b", 11, 12), one("c", 9, -1), one("d", -3)))
+    batch = build(plan, CPU, torch.tensor([30, 31, -1]))
     assert batch.token_ids.tolist() == [31, 11, 12, 9, 30, 0]

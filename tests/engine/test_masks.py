@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.fakes import tokens_of
 from tetrad.core.request import Grammar, SamplingParams
 from tetrad.core.step import SampleWork
 from tetrad.engine import masks as masks_module
@@ -78,16 +79,15 @@ def test_what_is_allowed_anyway_is_drawn_as_ever_with_the_models_logprobs():
     sampler, logits = Sampler(resolve_ops("cpu")), torch.randn(3, 50)
     params = SamplingParams(num_logprobs=2, top_k=4)
     works = [SampleWork(params, seed=i, num_generated=7) for i in range(3)]
-    plain = sampler(logits.clone(), ["a", "b", "c"], works).wait()
+    plain = tokens_of(sampler, logits, works)
     best = [set(row.topk(4).indices.tolist()) for row in logits]
     for allowed in ([set(range(50))] * 3, best):
         masks = make_masks([0, 1, 2], allowed, 50)
-        masked = sampler(logits.clone(), ["a", "b", "c"], works, partial(_same, masks)).wait()
-        assert masked == plain
-    banned = [{*range(50)} - {token.token_id} for token in plain.sampled]
+        assert tokens_of(sampler, logits, works, partial(_same, masks)) == plain
+    banned = [{*range(50)} - {token.token_id} for token in plain]
     masks = make_masks([0, 1, 2], banned, 50)
-    other = sampler(logits.clone(), ["a", "b", "c"], works, lambda: masks).wait()
-    for row, (before, after) in enumerate(zip(plain.sampled, other.sampled, strict=True)):
+    other = tokens_of(sampler, logits, works, lambda: masks)
+    for row, (before, after) in enumerate(zip(plain, other, strict=True)):
         assert before.token_id != after.token_id
         assert after.logprob is not None
         log_probs = logits[row].log_softmax(0)
@@ -102,7 +102,7 @@ def test_where_a_grammar_ends_an_answer_may_be_shorter_than_it_should(temperatur
     sampler = Sampler(resolve_ops("cpu"))
     for allowed, expected in (({5}, {5}), ({5, 9}, {9})):
         masks = make_masks([0], [allowed], 40)
-        (token,) = sampler(torch.randn(1, 40), ["r"], [work], partial(_same, masks)).wait().sampled
+        (token,) = tokens_of(sampler, torch.randn(1, 40), [work], partial(_same, masks))
         assert token.is_finite
         assert {token.token_id} == expected
 

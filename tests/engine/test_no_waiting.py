@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from tests.factories import tiny_glm_folder
 from tetrad.core.arch import ModelArch
+from tetrad.core.plan import StepPlan
 from tetrad.core.request import SamplingParams
-from tetrad.core.step import SampleWork, SequenceWork, StepPlan
+from tetrad.core.step import SampleWork, SequenceWork
 from tetrad.engine.grammars import Masks
 from tetrad.engine.runner import Runner
 from tetrad.kernels.device import waiting_is_an_error
@@ -95,12 +96,12 @@ def test_a_step_reads_nothing_back(tmp_path: Path, name: str):
     runner = make_runner(tmp_path, "cpu", torch.float32)
     with NoReads():
         launched = runner.launch(PLANS[name])
-    assert len(launched.wait().sampled) == len(PLANS[name].sequences)
+    assert len(launched.wait().token_ids) == PLANS[name].num_rows
 
 
 def masks_of(plan: StepPlan) -> Masks:
     """Every second token of the vocabulary, in each row."""
-    num_rows = len(plan.sequences)
+    num_rows = plan.num_rows
     words = memoryview(bytearray(b"\x55" * (num_rows * 4096))).cast("i")
     return Masks(tuple(range(num_rows)), words, ((0, 1),))
 
@@ -110,7 +111,7 @@ def test_a_masked_step_reads_nothing_back(tmp_path: Path, name: str):
     runner = make_runner(tmp_path, "cpu", torch.float32)
     with NoReads():
         launched = runner.launch(PLANS[name], lambda: masks_of(PLANS[name]))
-    tokens = [token.token_id for token in launched.wait().sampled]
+    tokens = launched.wait().token_ids.tolist()
     assert all(token % 2 == 0 or (row, token) == (0, 1) for row, token in enumerate(tokens))
 
 
@@ -132,4 +133,4 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, name: str):
         runner.launch(PLANS[name], masks).wait()
         with waiting_is_an_error():
             launched = runner.launch(PLANS[name], masks)
-    assert len(launched.wait().sampled) == len(PLANS[name].sequences)
+    assert len(launched.wait().token_ids) == PLANS[name].num_rows

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.engine.fakes import make_request
 from tetrad.core.config import ServeConfig
+from tetrad.core.plan import StepPlan
 from tetrad.core.presets import preset
-from tetrad.core.step import StepPlan
 from tetrad.engine.client import EngineClient
 from tetrad.engine.engine import Engine
 from tetrad.engine.null import NullRunner, load_null, scripted_token

@@ -94,7 +94,7 @@ def test_the_largest_step_runs_on_a_cache_nobody_has_written_to(tmp_path: Path):
     limits, cache = engine.scheduler.limits, engine.runner.cache
     cache.poison()
     plan = largest_step(limits, scratch_page=limits.num_pages)
-    assert len(engine.runner.launch(plan).wait().sampled) == limits.max_running_requests
+    assert len(engine.runner.launch(plan).wait().token_ids) == limits.max_running_requests
     for pool in (*cache.latent, *cache.index_keys.values()):
         assert pool[:-1].isnan().all()
         assert not pool[-1].isnan().all()

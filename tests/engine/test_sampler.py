@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.fakes import Token, tokens_of
 from tetrad.core.request import SamplingParams, TokenLogprob
-from tetrad.core.step import SampledToken, SampleWork
+from tetrad.core.step import SampleWork
 from tetrad.engine.sampler import Sampler, apply_rules
 from tetrad.kernels.select import resolve_ops
 
@@ -30,9 +31,8 @@ def make_work(
     return SampleWork(SamplingParams(**params), seed, num_generated, history, num_prompt, banned)
 
 
-def sample(logits: torch.Tensor, *works: SampleWork) -> list[SampledToken]:
-    rids = [str(i) for i in range(len(works))]
-    return list(SAMPLER(logits.clone(), rids, works).wait().sampled)
+def sample(logits: torch.Tensor, *works: SampleWork, num_decodes: int = 0) -> list[Token]:
+    return tokens_of(SAMPLER, logits, works, num_decodes=num_decodes)
 
 
 def reference_rules(row: list[float], work: SampleWork) -> list[float]:
@@ -109,6 +109,28 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch():
     assert [sample(logits, make_work(10, n))[0].token_id for n in range(40)] != alone
 
 
+plain = st.builds(
+    make_work,
+    seed=st.integers(0, 2**64 - 1),
+    num_generated=st.integers(0, 2**36),
+    temperature=st.sampled_from([0.0, 1e-38, 0.5, 1.0]),
+    top_p=st.sampled_from([1.0, 0.5, 1e-300]),
+    top_k=st.sampled_from([0, 1, 5]),
+    min_p=st.sampled_from([0.0, 0.3]),
+)
+
+
+@given(st.lists(plain, min_size=1, max_size=6), st.lists(works, max_size=3), st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_columns_give_the_tokens_of_structs(
+    decodes: list[SampleWork], others: list[SampleWork], seed: int
+):
+    every = [*decodes, *others]
+    logits = torch.randn(len(every), VOCAB, generator=torch.Generator().manual_seed(seed))
+    logits[seed % len(every), 3] = math.nan
+    assert sample(logits, *every, num_decodes=len(decodes)) == sample(logits, *every)
+
+
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
@@ -170,7 +192,7 @@ def test_a_row_that_is_not_finite_is_marked_and_the_others_go_on(bad: float, tem
     healthy = sample(logits, work, work, work)
     logits[1, 7] = bad
     got = sample(logits, work, work, work)
-    assert got[1] == SampledToken("1", -1, is_finite=False)
+    assert got[1] == Token(-1, None)
     assert (got[0], got[2]) == (healthy[0], healthy[2])
 
 

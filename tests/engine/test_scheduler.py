@@ -16,10 +16,12 @@ from tests.engine.fakes import (
     make_limits,
     make_request,
     make_scheduler,
+    works_of,
 )
 from tetrad.core.errors import RequestError
+from tetrad.core.plan import StepPlan
 from tetrad.core.request import Finish, Request, RequestOutput
-from tetrad.core.step import PAGE_TOKENS, StepPlan
+from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.scheduler import Scheduler
 
 
@@ -57,7 +59,7 @@ class Bench:
 
 def work_of(plan: StepPlan) -> list[tuple[str, int, int]]:
     """(rid, start, number of tokens) of each sequence."""
-    return [(w.rid, w.start, len(w.token_ids)) for w in plan.sequences]
+    return [(w.rid, w.start, len(w.token_ids)) for w in works_of(plan)]
 
 
 def test_the_scheduler_does_not_import_torch():
@@ -77,7 +79,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_a_decode():
     assert work_of(bench.step()) == [("a", 11, 1), ("b", 95, 95)]
     plan = bench.step()
     assert work_of(plan) == [("a", 12, 1), ("b", 190, 10)]
-    assert [w.sample is not None for w in plan.sequences] == [True, True]
+    assert [w.sample is not None for w in works_of(plan)] == [True, True]
     assert work_of(bench.step()) == [("a", 13, 1), ("b", 200, 1)]
 
 
@@ -100,10 +102,10 @@ def test_first_come_first_served():
     bench = Bench(make_scheduler(make_limits(running=2)))
     for rid in "abc":
         bench.scheduler.add(make_request(rid, new=3))
-    assert [w.rid for w in bench.step().sequences] == ["a", "b"]
+    assert [w.rid for w in works_of(bench.step())] == ["a", "b"]
     bench.step()
     bench.step()
-    assert [w.rid for w in bench.step().sequences] == ["c"]
+    assert [w.rid for w in works_of(bench.step())] == ["c"]
 
 
 def test_a_large_request_at_the_front_is_not_overtaken():
@@ -133,7 +135,7 @@ def test_a_running_sequence_shares_its_prefix():
         bench.step()
     bench.scheduler.add(make_request("b", 3 * PAGE_TOKENS + 5))
     plan = bench.step()
-    pages = {w.rid: w.pages for w in plan.sequences}
+    pages = {w.rid: w.pages for w in works_of(plan)}
     assert pages["a"][:3] == pages["b"][:3]
 
 
@@ -181,7 +183,7 @@ def test_admission_leaves_a_page_for_each_that_runs():
     bench = Bench(make_scheduler(make_limits(3, step=512)))
     bench.scheduler.add(make_request("a", 64, new=5))
     bench.scheduler.add(make_request("b", 128, new=5))
-    assert [w.rid for w in bench.step().sequences] == ["a"]
+    assert [w.rid for w in works_of(bench.step())] == ["a"]
 
 
 def test_idle_pages_that_are_to_be_shared_are_not_counted_as_room():
@@ -190,7 +192,7 @@ def test_idle_pages_that_are_to_be_shared_are_not_counted_as_room():
     bench.scheduler.add(make_request("b", [9] * 120))
     bench.step()
     bench.scheduler.add(make_request("c", 129))
-    assert [w.rid for w in bench.step().sequences] == ["b"]
+    assert [w.rid for w in works_of(bench.step())] == ["b"]
     bench.run()
     assert bench.last["c"].cached_tokens == 2 * PAGE_TOKENS
 
@@ -279,7 +281,7 @@ def test_end_tokens():
 def test_end_tokens_are_banned_until_the_minimum_is_reached():
     bench = Bench(make_scheduler())
     bench.scheduler.add(make_request("a", 3, min_new_tokens=2, stop_token_ids=(5,)))
-    banned = [w.sample.banned_ids for _ in range(4) for w in bench.step().sequences if w.sample]
+    banned = [w.sample.banned_ids for _ in range(4) for w in works_of(bench.step()) if w.sample]
     assert banned == [(5,), (5,), (), ()]
 
 
@@ -355,6 +357,6 @@ def test_whole_prompts_come_last_and_the_longest_at_the_end():
     for rid, prompt in (("long", [5] * 90), ("short", [3] * 20), ("shares", [*shared, 1])):
         bench.scheduler.add(make_request(rid, prompt))
     bench.scheduler.add(make_request("middle", [4] * 50))
-    works = bench.step().sequences
+    works = works_of(bench.step())
     assert [work.rid for work in works] == ["goes on", "shares", "short", "middle", "long"]
     assert [work.start == 0 for work in works] == [False, False, True, True, True]

@@ -1,24 +1,16 @@
-"""The step is a value: the scheduler writes a `StepPlan`, the runner answers with a `StepResult`.
+"""What a step does with one sequence of which there is more to say than that it decodes.
 
-Both are plain data, so the scheduler is tested without torch, the runner without a scheduler and
-the cost model without either. What a step has thousands of are structs: a frozen dataclass takes
-four times as long to make.
+They are structs: a frozen dataclass takes four times as long to make. `plan.py` has the step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
-from tetrad.core.request import SamplingParams, TokenLogprob
+from tetrad.core.request import SamplingParams
 
 PAGE_TOKENS = 64
 """Tokens per cache page. One constant: kernels, scheduler and cache layout agree on it."""
-
-PENDING = -1
-"""In place of a token id: what the step planned just before samples for this sequence. The host may
-not know it yet, the device does."""
 
 
 class SequenceWork(msgspec.Struct, frozen=True):
@@ -30,7 +22,8 @@ class SequenceWork(msgspec.Struct, frozen=True):
 
     rid: str
     token_ids: tuple[int, ...]
-    """At least one. Only the last can be PENDING."""
+    """At least one. The last may be *pending*, -1 - r: what row r of the step planned just before
+    samples. The host may not know it yet, the device does."""
     start: int
     """Position of token_ids[0]; everything before it is in the cache already."""
     pages: tuple[int, ...]
@@ -59,32 +52,3 @@ class SampleWork(msgspec.Struct, frozen=True):
     """How many of `history_ids` are prompt."""
     banned_ids: tuple[int, ...] = ()
     """End tokens that must not be sampled yet (min_new_tokens)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One forward pass: every sequence that computes tokens in it, be it one or a prompt chunk."""
-
-    sequences: tuple[SequenceWork, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.sequences)
-
-
-class SampledToken(msgspec.Struct, frozen=True):
-    """What the step gave one sequence that sampled."""
-
-    rid: str
-    token_id: int
-    """-1 when `is_finite` is false."""
-    is_finite: bool
-    """False: the logits held NaN or infinity; the request must fail."""
-    logprob: TokenLogprob | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One entry per sequence of the plan that had `sample`, in the plan's order."""
-
-    sampled: tuple[SampledToken, ...]

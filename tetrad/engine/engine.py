@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError, RequestError, UserError
 from tetrad.core.messages import EngineStats
+from tetrad.core.plan import StepPlan, StepResult
 from tetrad.core.request import Finish, Request, RequestOutput
-from tetrad.core.step import StepPlan, StepResult
 from tetrad.engine.admission import Limits
 from tetrad.engine.grammars import Grammars, Masks
+from tetrad.engine.ledger import ABORTED
 from tetrad.engine.philox import derived_seed
-from tetrad.engine.scheduler import ABORTED, Scheduler
+from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.stream import StreamInterval
 
 _log = logging.getLogger(__name__)
@@ -201,13 +202,13 @@ class Engine:
         """Plan and start steps; returns how many. None where requests only wait for tokens that are
         on their way. What steps gave that had to be waited for is added to `outputs`."""
         plan, num_launched = self.scheduler.schedule(), 0
-        while plan.sequences:
+        while plan.num_rows:
             self._in_flight.append(self._start(plan, outputs))
             num_launched += 1
             if num_launched == self._continuous_steps:
                 break
             plan = self.scheduler.continue_decode()
-            if not plan.sequences and self.scheduler.needs_tokens:
+            if not plan.num_rows and self.scheduler.needs_tokens:
                 _tell_once(SINGLE_STEPS)
         self._num_steps += num_launched
         return num_launched

@@ -14,11 +14,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from tetrad.core.plan import Ints
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.running import Running
 from tetrad.engine.sequence import Sequence
 
 FIRST_SHARES = (0.4, 0.4, 1.0, 1.0)
@@ -32,10 +36,9 @@ STEP_UP = 0.1
 """When pages ran out more is expected, by this share of what is left to the limit."""
 STEP_DOWN = 0.98
 """It fades with each request that finishes."""
+Floats = npt.NDArray[np.float64]
 HALF_PAGE = PAGE_TOKENS // 2
 """Of each last page as much is empty on average."""
-CLIP_TOKENS = 4096
-"""Nobody is expected to generate more, whatever the limit: it may be the whole context."""
 
 
 class Growth(NamedTuple):
@@ -69,8 +72,8 @@ class Forecast:
 
     def finished(self, sequence: Sequence) -> None:
         """Take in what one used. One that could only end at its limit teaches nothing."""
-        if sequence.end_ids:
-            self._shares.append(min(1.0, sequence.num_generated / _asked(sequence)))
+        if sequence.asked:
+            self._shares.append(min(1.0, sequence.num_generated / sequence.asked))
             self._sorted = []
             self._step_up *= STEP_DOWN
 
@@ -82,8 +85,8 @@ class Forecast:
         """Tokens that a sequence is expected to get yet."""
         most = max(0, sequence.most_tokens - sequence.num_total)
         expected: float = most
-        if sequence.end_ids:
-            asked, so_far = _asked(sequence), sequence.num_total - sequence.num_prompt
+        if asked := sequence.asked:
+            so_far = sequence.num_total - sequence.num_prompt
             left = max(0, asked - so_far)
             mean = asked * self._share_beyond(so_far / asked)
             expected = AT_PEAK * max(0.0, mean - so_far)
@@ -92,12 +95,15 @@ class Forecast:
 
     def _share_beyond(self, share: float) -> float:
         """Mean of those that went beyond `share`; 1 where none did."""
-        if not self._sorted:
-            self._sorted = sorted(self._shares)
-            self._sums = list(accumulate(self._sorted, initial=0.0))
+        self._sort()
         first = bisect_right(self._sorted, share)
         count = len(self._sorted) - first
         return (self._sums[-1] - self._sums[first]) / count if count else 1.0
+
+    def _sort(self) -> None:
+        if not self._sorted:
+            self._sorted = sorted(self._shares)
+            self._sums = list(accumulate(self._sorted, initial=0.0))
 
     def growth(self, sequence: Sequence, found: int | None = None) -> Growth:
         """Of a sequence that runs, or of one that would share `found` pages if it did."""
@@ -106,39 +112,56 @@ class Forecast:
             pages = shared = found
         return Growth(self.remaining(sequence), sequence.num_total, pages, pages - shared)
 
+    def growths(self, running: Running) -> Ints:
+        """[4, n]: `growth` of each that runs, as columns."""
+        rows, order = running.rows, running.order
+        tokens = rows.known.take(order) + rows.pending.take(order)
+        most = np.maximum(rows.most_tokens.take(order) - tokens, 0)
+        asked = rows.asked.take(order)
+        pages = rows.num_pages.take(order)
+        expected = most.astype(np.float64)
+        if ends := np.flatnonzero(asked).tolist():
+            expected[ends] = self._expected(
+                asked[ends], (tokens - rows.num_prompt.take(order))[ends]
+            )
+        remaining = np.minimum(most, np.ceil(self._conservativeness * expected).astype(np.int64))
+        return np.stack([remaining, tokens, pages, pages - rows.num_shared.take(order)])
 
-def _asked(sequence: Sequence) -> int:
-    return min(sequence.request.sampling.max_new_tokens, CLIP_TOKENS)
+    def _expected(self, asked: Ints, so_far: Ints) -> Floats:
+        """Tokens yet to come, on average, of sequences that end tokens may end."""
+        self._sort()
+        first = np.searchsorted(self._sorted, so_far / asked, side="right")
+        count = len(self._sorted) - first
+        beyond = (self._sums[-1] - np.take(self._sums, first)) / np.maximum(count, 1)
+        mean = asked * np.where(count > 0, beyond, 1.0)
+        expected: Floats = AT_PEAK * np.maximum(mean - so_far, 0.0)
+        expected += self._step_up * (np.maximum(asked - so_far, 0) - expected)
+        return expected
 
 
-def peak_pages(growths: Iterable[Growth]) -> int:
-    """Most pages that they will need together beyond those that they hold now."""
-    left = sorted(growths, reverse=True)
-    given_back = sum(growth.own_pages for growth in left)
-    all_tokens = all_pages = most = 0
-    for count, (remaining, tokens, pages, own_pages) in enumerate(left, start=1):
-        # up to here all have grown as far as this one will, and the others have ended
-        all_tokens += tokens
-        all_pages += pages
-        given_back -= own_pages
-        grown = all_tokens + count * (remaining + HALF_PAGE)
-        most = max(most, grown // PAGE_TOKENS - all_pages - given_back)
-    return most
+def peak_pages(growths: Ints) -> int:
+    """Most pages that they [4, n] will need together beyond those that they hold now."""
+    remaining, tokens, pages, own_pages = growths[:, np.argsort(-growths[0], kind="stable")]
+    # up to each all have grown as far as this one will, and the others have ended
+    grown = tokens.cumsum() + np.arange(1, len(tokens) + 1) * (remaining + HALF_PAGE)
+    given_back = own_pages.sum() - own_pages.cumsum()
+    return max(0, int((grown // PAGE_TOKENS - pages.cumsum() - given_back).max()))
 
 
 class Outlook:
     """What those that run will need together, for several newcomers one after another."""
 
-    def __init__(self, forecast: Forecast, running: Iterable[Sequence]) -> None:
+    def __init__(self, forecast: Forecast, running: Running) -> None:
         self._growth = forecast.growth
-        self._growths = list(map(self._growth, running))
-        self._most = sum(map(_most_tokens, self._growths))
+        self._growths = forecast.growths(running)
+        self._newcomers: list[Growth] = []
+        self._most = int(most_tokens(self._growths).sum())
 
     def add(self, sequence: Sequence) -> None:
         """One more runs."""
         growth = self._growth(sequence)
-        self._growths.append(growth)
-        self._most += _most_tokens(growth)
+        self._newcomers.append(growth)
+        self._most += int(most_tokens(np.array(growth)))
 
     def has_room_for(self, newcomer: Sequence, num_found: int, num_free: int) -> bool:
         """With one that would share `num_found` pages, will at most `num_free` be needed beyond
@@ -148,12 +171,15 @@ class Outlook:
         largest size at the same moment, as nearly always, nobody needs to look for it.
         """
         growth = self._growth(newcomer, num_found)
-        if self._most + _most_tokens(growth) <= num_free * PAGE_TOKENS:
+        if self._most + int(most_tokens(np.array(growth))) <= num_free * PAGE_TOKENS:
             return True
-        return peak_pages([*self._growths, growth]) <= num_free
+        newcomers = np.array([*self._newcomers, growth]).T
+        return peak_pages(np.concatenate([self._growths, newcomers], axis=1)) <= num_free
 
 
-def _most_tokens(growth: Growth) -> int:
-    """What it takes at its end beyond what it holds, in tokens: as `peak_pages` counts them."""
-    grown = growth.tokens + growth.remaining + HALF_PAGE
-    return max(0, grown - growth.pages * PAGE_TOKENS)
+def most_tokens(growths: Ints) -> Ints:
+    """[4, ...] → [...]: what each takes at its end beyond what it holds, in tokens, as `peak_pages`
+    counts them."""
+    remaining, tokens, pages, _ = growths
+    most: Ints = np.maximum(tokens + remaining + HALF_PAGE - pages * PAGE_TOKENS, 0)
+    return most

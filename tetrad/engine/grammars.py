@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from tetrad.core.errors import CapacityError, RequestError
+from tetrad.core.plan import StepPlan
 from tetrad.core.request import Grammar, Request, RequestOutput
-from tetrad.core.step import StepPlan
 from tetrad.grammar.compiler import Compiled, Refused
 from tetrad.grammar.layout import ALLOWED, DEAD_END, ENDED, GIVEN_UP, REJECTED
 
@@ -200,7 +200,7 @@ class Grammars:
         rids = [work.rid for work in plan.sequences if work.sample]
         rows = [
             (row, rid, answer)
-            for row, rid in enumerate(rids)
+            for row, rid in enumerate(rids, len(plan.decodes))
             if (answer := self._answers.get(rid)) and answer.phase != "reasoning"
         ]
         if not rows:

@@ -18,9 +18,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tetrad.core.step import StepPlan
+from tetrad.core.plan import StepPlan
 from tetrad.engine.blocks import pages_for
-from tetrad.engine.inputs import InputBuilder, Sampled, StaticInputs
+from tetrad.engine.inputs import StaticInputs
 from tetrad.layers.batch import ForwardBatch
 
 _log = logging.getLogger(__name__)
@@ -160,23 +160,25 @@ class DecodeGraphs:
         if sizes:
             self.record(_log.info)
 
-    def run(self, plan: StepPlan, builder: InputBuilder, previous: Sampled) -> Tensor | None:
-        """Logits [R, V] of a step, valid until the next; None if it has to run without a graph."""
+    def run(self, plan: StepPlan, sampled: Tensor) -> Tensor | None:
+        """Logits [R, V] of a step, valid until the next; None if it has to run without a graph.
+        `sampled` [R]: the tokens of the step before."""
         graph = self._graph_for(plan)
         if graph is None:
             return None
-        builder.fill(plan, graph.inputs, previous)
+        graph.inputs.fill(plan, sampled)
         graph.replay()
-        return graph.logits[: len(plan.sequences)]
+        return graph.logits[: plan.num_rows]
 
     def _graph_for(self, plan: StepPlan) -> Recorded | None:
-        works = plan.sequences
+        works, num_rows = plan.sequences, plan.num_rows
         if not all(len(work.token_ids) == 1 and work.sample for work in works):
             return None
-        longest = max(work.num_kv_tokens for work in works)
+        longest = int(plan.decodes.starts.max(initial=0)) + 1
+        longest = max(longest, *(work.num_kv_tokens for work in works), 0)
         kind: Kind = "short" if longest <= self._plan.limits["short"] else "sparse"
         sizes = sorted(self._graphs[kind])
-        place = bisect_left(sizes, len(works))
+        place = bisect_left(sizes, num_rows)
         if place == len(sizes):
             if sizes:
                 self._tell_once(f"Decode steps of more than {sizes[-1]} run without a graph.")

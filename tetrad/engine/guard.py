@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tetrad.core.step import PAGE_TOKENS, StepPlan
+from tetrad.core.plan import StepPlan
+from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.runner import Runner
 from tetrad.kernels.backend import Backend, Op
 from tetrad.kernels.contract import Argument

@@ -2,33 +2,81 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tetrad.core.step import PAGE_TOKENS, PENDING, SequenceWork, StepPlan
+from tetrad.core.plan import Decodes, Ints, PageTable, StepPlan
+from tetrad.core.step import PAGE_TOKENS, SequenceWork
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.transfer import send_into, to_device
 from tetrad.layers.batch import ForwardBatch
 
+NOTHING = torch.empty(0, dtype=torch.int64)
 
-@dataclass(frozen=True)
-class Sampled:
-    """What the step before has sampled, on the device: PENDING tokens are taken from here."""
 
-    ids: Tensor
-    """[R] int64, -1 where logits were not finite: read as token 0, since that request ends."""
-    rows: Mapping[str, int]
-    """Request → row."""
+def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """`token_ids` [T] with `sampled[r]` for each -1 - r: `sampled` [R] int64 are the tokens of the
+    step before, -1 where logits were not finite: read as token 0, since that request ends."""
+    rows = (-1 - token_ids).clamp_(min=0)
+    return torch.where(token_ids < 0, sampled[rows].clamp(min=0), token_ids)
 
-    def fill(self, token_ids: Tensor) -> Tensor:
-        """`token_ids` [T] with `ids[row]` for each -1 - row."""
-        rows = (-1 - token_ids).clamp_(min=0)
-        return torch.where(token_ids < 0, self.ids[rows].clamp(min=0), token_ids)
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A plan of S sequences and T tokens as arrays on the host."""
+
+    query_lens: Ints
+    """[S]."""
+    kv_lens: Ints
+    """[S]."""
+    page_table: PageTable
+    """[S, n], padded with 0."""
+    token_ids: Ints
+    """[T], pending ones negative."""
+    positions: Ints
+    """[T]."""
+    slots: Ints
+    """[T]."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Columns:
+        """Decodes are columns already; the others are put behind them."""
+        works, decodes = plan.sequences, plan.decodes
+        count = len(works)
+        lens = np.fromiter((len(work.token_ids) for work in works), np.int64, count)
+        starts = np.fromiter((work.start for work in works), np.int64, count)
+        ids = chain.from_iterable(work.token_ids for work in works)
+        query_lens = np.concatenate([np.ones_like(decodes.starts), lens])
+        kv_lens = np.concatenate([decodes.starts, starts]) + query_lens
+        page_table = _page_table(decodes, works, pages_for(int(kv_lens.max())))
+        rows = np.arange(len(kv_lens)).repeat(query_lens)
+        ends = query_lens.cumsum()
+        positions = np.arange(len(rows)) + (kv_lens - ends).take(rows)
+        pages = page_table[rows, positions // PAGE_TOKENS].astype(np.int64)
+        return cls(
+            query_lens,
+            kv_lens,
+            page_table,
+            np.concatenate([decodes.token_ids, np.fromiter(ids, np.int64, int(lens.sum()))]),
+            positions,
+            pages * PAGE_TOKENS + positions % PAGE_TOKENS,
+        )
+
+
+def _page_table(decodes: Decodes, works: tuple[SequenceWork, ...], width: int) -> PageTable:
+    if not works and decodes.page_table.shape[1] == width:
+        return decodes.page_table
+    first = len(decodes)
+    table = np.zeros((first + len(works), width), np.int32)
+    table[:first, : decodes.page_table.shape[1]] = decodes.page_table
+    for row, work in enumerate(works, first):
+        pages = work.pages[:width]
+        table[row, : len(pages)] = pages
+    return table
 
 
 class StaticInputs:
@@ -42,7 +90,7 @@ class StaticInputs:
         size, device = len(page_table), page_table.device
         self.size = size
         self.page_table = page_table
-        self.padding = SequenceWork("", (0,), 0, (scratch_page,), None)
+        self._scratch_page = scratch_page
         self._most_kv_tokens = most_kv_tokens
         self._longs = torch.zeros(3 * size + 1, dtype=torch.int64, device=device)
         self._kv_lens = torch.ones(size, dtype=torch.int32, device=device)
@@ -68,129 +116,52 @@ class StaticInputs:
             num_real=self._longs[-1:],
         )
 
-    def fill(
-        self, longs: array[int], kv_lens: array[int], pages: Tensor, previous: Sampled
-    ) -> None:
-        """Token ids, positions, slots and the number of real rows; lengths; page ids [B, n]."""
-        token_ids = self._longs[: self.size]
-        send_into(torch.frombuffer(longs, dtype=torch.int64), self._longs)
-        send_into(torch.frombuffer(kv_lens, dtype=torch.int32), self._kv_lens)
-        send_into(pages, self.page_table[:, : pages.shape[1]])
-        if min(longs[: self.size]) < 0:
-            token_ids.copy_(previous.fill(token_ids))
+    def fill(self, plan: StepPlan, sampled: Tensor = NOTHING) -> None:
+        """Write a step of single tokens, at most B of them. `sampled`: see `with_sampled`."""
+        columns, count, size = Columns.of(plan), plan.num_rows, self.size
+        longs = np.zeros(3 * size + 1, np.int64)
+        token_ids, positions, slots = longs[:-1].reshape(3, size)
+        slots[count:] = self._scratch_page * PAGE_TOKENS
+        token_ids[:count] = columns.token_ids
+        positions[:count] = columns.positions
+        slots[:count] = columns.slots
+        longs[-1] = count
+        kv_lens = np.ones(size, np.int32)
+        kv_lens[:count] = columns.kv_lens
+        page_table = np.zeros((size, columns.page_table.shape[1]), np.int32)
+        page_table[count:, 0] = self._scratch_page
+        page_table[:count] = columns.page_table
+        send_into(torch.from_numpy(longs), self._longs)
+        send_into(torch.from_numpy(kv_lens), self._kv_lens)
+        send_into(torch.from_numpy(page_table), self.page_table[:, : page_table.shape[1]])
+        if (token_ids < 0).any():
+            on_device = self._longs[:size]
+            on_device.copy_(with_sampled(on_device, sampled))
 
 
-NOTHING = Sampled(torch.empty(0, dtype=torch.int64), {})
-
-
-class InputBuilder:
-    """Turns plans into batches on `device`. All integers of one type travel in one copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._page_table = PageTable()
-
-    def build(self, plan: StepPlan, previous: Sampled = NOTHING) -> ForwardBatch:
-        """`previous`: of the step launched before."""
-        works = plan.sequences
-        query_lens = tuple(len(work.token_ids) for work in works)
-        kv_lens = tuple(work.num_kv_tokens for work in works)
-        ends = list(accumulate(query_lens))
-        num_tokens = ends[-1]
-        logit_rows = [end - 1 for end, work in zip(ends, works, strict=True) if work.sample]
-        columns = _token_columns(works, previous.rows)
-        longs = self._send(array("q", [*columns, *logit_rows]), torch.int64)
-        token_ids = longs[:num_tokens]
-        if any(work.token_ids[-1] == PENDING for work in works):
-            token_ids = previous.fill(token_ids)
-        ints = self._send(array("i", [0, *ends, *kv_lens]), torch.int32)
-        table = self._page_table.read(works, pages_for(max(kv_lens)))
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=longs[num_tokens : 2 * num_tokens],
-            slots=longs[2 * num_tokens : 3 * num_tokens],
-            query_start=ints[: len(works) + 1],
-            kv_lens=ints[len(works) + 1 :],
-            page_table=to_device(table, self._device),
-            logit_rows=longs[3 * num_tokens :],
-            query_lens=query_lens,
-            kv_lens_host=kv_lens,
-        )
-
-    def fill(self, plan: StepPlan, inputs: StaticInputs, previous: Sampled = NOTHING) -> None:
-        """Write a step of single tokens, at most B of them, into `inputs`."""
-        num_real = len(plan.sequences)
-        works = (*plan.sequences, *[inputs.padding] * (inputs.size - num_real))
-        token_ids = [
-            -1 - previous.rows[work.rid] if work.token_ids[0] == PENDING else work.token_ids[0]
-            for work in works
-        ]
-        positions = [work.start for work in works]
-        slots = [
-            work.pages[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS
-            for work, at in zip(works, positions, strict=True)
-        ]
-        longs = array("q", [*token_ids, *positions, *slots, num_real])
-        kv_lens = array("i", [at + 1 for at in positions])
-        pages = self._page_table.read(works, pages_for(max(kv_lens)))
-        inputs.fill(longs, kv_lens, pages, previous)
-
-    def _send(self, values: array[int], dtype: torch.dtype) -> Tensor:
-        return to_device(torch.frombuffer(values, dtype=dtype), self._device)
-
-
-def _token_columns(works: Sequence[SequenceWork], rows: Mapping[str, int]) -> list[int]:
-    """Token ids of all rows, then positions, then slots. Ids that are sampled in row r of the step
-    before are -1 - r."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    for work in works:
-        token_ids += work.token_ids
-        if token_ids[-1] == PENDING:
-            token_ids[-1] = -1 - rows[work.rid]
-        positions += range(work.start, work.num_kv_tokens)
-        slots += _slots(work)
-    return token_ids + positions + slots
-
-
-def _slots(work: SequenceWork) -> list[int]:
-    """Slot of each of the work's tokens, page by page."""
-    slots: list[int] = []
-    position, end = work.start, work.num_kv_tokens
-    while position < end:
-        page, offset = divmod(position, PAGE_TOKENS)
-        count = min(PAGE_TOKENS - offset, end - position)
-        first = work.pages[page] * PAGE_TOKENS + offset
-        slots += range(first, first + count)
-        position += count
-    return slots
-
-
-class PageTable:
-    """Host copy of the page ids of each row. A sequence's tuple of pages is a new object only when
-    it grew or moved, so most rows are recognised and left as they are."""
-
-    def __init__(self) -> None:
-        self._table = torch.zeros(0, 0, dtype=torch.int32)
-        self._rows: list[tuple[int, ...]] = []
-
-    def read(self, works: Sequence[SequenceWork], width: int) -> Tensor:
-        """[S, width] int32, a copy; padded with 0."""
-        self._grow(len(works), max(len(work.pages) for work in works))
-        for row, work in enumerate(works):
-            if self._rows[row] is not work.pages:
-                self._write(row, work.pages)
-        return self._table[: len(works), :width].clone()
-
-    def _grow(self, num_rows: int, width: int) -> None:
-        rows, columns = self._table.shape
-        if num_rows > rows or width > columns:
-            size = (max(num_rows, 2 * rows), max(width, 2 * columns))
-            self._table = torch.zeros(size, dtype=torch.int32)
-            self._rows = [()] * size[0]
-
-    def _write(self, row: int, pages: tuple[int, ...]) -> None:
-        self._table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self._table[row, len(pages) : len(self._rows[row])] = 0
-        self._rows[row] = pages
+def build(plan: StepPlan, device: torch.device, sampled: Tensor = NOTHING) -> ForwardBatch:
+    """A plan as a batch on `device`. All integers of one type travel in one copy. `sampled`: see
+    `with_sampled`."""
+    columns = Columns.of(plan)
+    num_rows, num_tokens = len(columns.kv_lens), len(columns.token_ids)
+    ends = columns.query_lens.cumsum()
+    samples = np.ones(num_rows, np.bool_)
+    samples[len(plan.decodes) :] = [work.sample is not None for work in plan.sequences]
+    columns_64 = [columns.token_ids, columns.positions, columns.slots, ends[samples] - 1]
+    longs = to_device(torch.from_numpy(np.concatenate(columns_64)), device)
+    token_ids = longs[:num_tokens]
+    if (columns.token_ids < 0).any():
+        token_ids = with_sampled(token_ids, sampled)
+    columns_32 = np.concatenate([[0], ends, columns.kv_lens]).astype(np.int32)
+    ints = to_device(torch.from_numpy(columns_32), device)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=longs[num_tokens : 2 * num_tokens],
+        slots=longs[2 * num_tokens : 3 * num_tokens],
+        query_start=ints[: num_rows + 1],
+        kv_lens=ints[num_rows + 1 :],
+        page_table=to_device(torch.from_numpy(columns.page_table), device),
+        logit_rows=longs[3 * num_tokens :],
+        query_lens=tuple(columns.query_lens.tolist()),
+        kv_lens_host=tuple(columns.kv_lens.tolist()),
+    )

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tetrad import __version__
 from tetrad.core.config import ServeConfig
 from tetrad.core.messages import EngineProgress
+from tetrad.core.plan import Decodes, Ints, StepPlan, StepResult
 from tetrad.core.presets import served_shapes
 from tetrad.core.request import TokenLogprob
-from tetrad.core.step import PAGE_TOKENS, SampledToken, SequenceWork, StepPlan, StepResult
+from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache
 from tetrad.engine.engine import Engine, scheduler_of
 from tetrad.engine.grammars import Masks
@@ -57,6 +60,7 @@ class NullRunner:
     def __init__(self, vocab: int, eos_ids: tuple[int, ...], step_s: float) -> None:
         self._vocab = vocab
         self._eos_ids = frozenset(eos_ids)
+        self._ends = np.array(eos_ids, np.int64)
         self._step_s = step_s
         self._free_at = 0.0
 
@@ -64,17 +68,27 @@ class NullRunner:
         """Start a step. No grammar changes what is scripted: its engine has none."""
         assert masks is None
         self._free_at = max(self._free_at, time.monotonic()) + self._step_s
-        sampled = tuple(self._token(work) for work in plan.sequences if work.sample)
-        return NullStep(StepResult(sampled), self._free_at)
+        decodes, works = plan.decodes, [work.sample for work in plan.sequences if work.sample]
+        seeds, places = [work.seed for work in works], [work.num_generated for work in works]
+        own = [self._token(*pair) for pair in zip(seeds, places, strict=True)]
+        tokens = np.concatenate([self._tokens(decodes), np.array(own, np.int64)])
+        logprobs = {
+            row: TokenLogprob(token, 0.0)
+            for row, (work, token) in enumerate(zip(works, own, strict=True), len(decodes))
+            if work.params.num_logprobs is not None
+        }
+        return NullStep(StepResult(tokens, logprobs), self._free_at)
 
-    def _token(self, work: SequenceWork) -> SampledToken:
-        sample = work.sample
-        assert sample is not None
-        token = scripted_token(sample.seed, sample.num_generated, self._vocab, self._eos_ids)
-        wanted = sample.params.num_logprobs is not None
-        return SampledToken(
-            work.rid, token, is_finite=True, logprob=TokenLogprob(token, 0.0) if wanted else None
-        )
+    def _token(self, seed: int, place: int) -> int:
+        return scripted_token(seed, place, self._vocab, self._eos_ids)
+
+    def _tokens(self, decodes: Decodes) -> Ints:
+        """`scripted_token` of each."""
+        starts = (decodes.seeds % np.uint64(self._vocab)).astype(np.int64)
+        tokens = (starts + decodes.num_generated * STRIDE) % self._vocab
+        while (is_end := np.isin(tokens, self._ends)).any():
+            tokens = np.where(is_end, (tokens + 1) % self._vocab, tokens)
+        return tokens
 
 
 def load_null(config: ServeConfig, _on_progress: Callable[[EngineProgress], None]) -> Engine:

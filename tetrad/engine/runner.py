@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tetrad.core.step import StepPlan
+from tetrad.core.plan import StepPlan
 from tetrad.engine.grammars import Masks
 from tetrad.engine.graphs import DecodeGraphs, GraphPlan, Recorder
-from tetrad.engine.inputs import NOTHING, InputBuilder, Sampled
+from tetrad.engine.inputs import NOTHING, build
 from tetrad.engine.sampler import Draws, Sampler
 from tetrad.kernels.select import OpSet
 from tetrad.layers.batch import ForwardBatch
@@ -34,9 +34,9 @@ class Runner:
         self.cache = cache
         self.graphs: DecodeGraphs | None = None
         self._device = device
-        self._inputs = InputBuilder(device)
         self._sampler = Sampler(ops)
-        self._previous = NOTHING
+        self._sampled = NOTHING
+        """[R] the tokens of the step launched last, on the device."""
 
     def record_graphs(
         self, plan: GraphPlan, recorder: Recorder, say: Callable[[str], None]
@@ -58,20 +58,18 @@ class Runner:
         """Start one step; nothing here waits for the device, but `masks` may, which is called when
         the model is launched. Rows whose logits are not finite are marked, not raised."""
         logits = self._logits(plan)
-        pairs = [(work.rid, work.sample) for work in plan.sequences if work.sample]
-        rids = [rid for rid, _ in pairs]
-        draws = self._sampler(logits, rids, [work for _, work in pairs], masks)
-        self._previous = Sampled(draws.ids, {rid: row for row, rid in enumerate(rids)})
+        draws = self._sampler(logits, plan, masks)
+        self._sampled = draws.ids
         return draws
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> Tensor:
         """Logits [R, V] of a step whose tokens are all known, without a graph."""
-        return self.model(self._inputs.build(plan), self.cache)
+        return self.model(build(plan, self._device), self.cache)
 
     def _logits(self, plan: StepPlan) -> Tensor:
         if self.graphs is not None:
-            logits = self.graphs.run(plan, self._inputs, self._previous)
+            logits = self.graphs.run(plan, self._sampled)
             if logits is not None:
                 return logits
-        return self.model(self._inputs.build(plan, self._previous), self.cache)
+        return self.model(build(plan, self._device, self._sampled), self.cache)

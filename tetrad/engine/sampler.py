@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tetrad.core.request import SamplingParams, TokenLogprob
-from tetrad.core.step import SampledToken, SampleWork, StepResult
+from tetrad.core.plan import Decodes, StepPlan, StepResult
+from tetrad.core.request import TokenLogprob
+from tetrad.core.step import SampleWork
 from tetrad.engine.grammars import Masks
 from tetrad.engine.masks import allow_only, mask_bits
+from tetrad.engine.sequence import SEED_MASK, sampling_rules
 from tetrad.engine.transfer import Fetch, to_device
 from tetrad.engine.uniforms import uniforms
 from tetrad.kernels.select import OpSet
-
-MIN_TEMPERATURE = 1e-5
-"""Below this a request is greedy: dividing by less overflows float32."""
-MIN_TOP_P = 1e-6
-"""A smaller one keeps only the best token as well, but in float32 it may be 0, which keeps none."""
 
 LAST_RESORT = -1e30
 """Logit of an end token that is not allowed yet, where a grammar may allow no other. Divided by the
@@ -37,29 +35,19 @@ Cells = tuple[list[int], list[int], list[float]]
 class Draws:
     """The tokens of one step. They are on the device until somebody waits for them."""
 
-    def __init__(
-        self, ids: Tensor, rids: Sequence[str], top: tuple[Tensor, ...], counts: dict[int, int]
-    ) -> None:
+    def __init__(self, ids: Tensor, top: tuple[Tensor, ...], counts: dict[int, int]) -> None:
         """`ids` [R] int64 on the device, -1 where logits were not finite. `top`: the names and
         log-probabilities of `_top_log_probs`, of the rows in `counts`; each with its number."""
         self.ids = ids
-        self.rids = rids
         self._counts = counts
         self._fetch = Fetch(ids, *top)
 
     def wait(self) -> StepResult:
         """Blocks until the step has run."""
         ids, *top = self._fetch.wait()
+        found = ids.numpy()
         logprobs = _told(self._counts, *top) if self._counts else {}
-        pairs = zip(self.rids, ids.tolist(), strict=True)
-        return StepResult(
-            tuple(
-                SampledToken(
-                    rid, token_id, token_id >= 0, logprobs.get(row) if token_id >= 0 else None
-                )
-                for row, (rid, token_id) in enumerate(pairs)
-            )
-        )
+        return StepResult(found, {row: of for row, of in logprobs.items() if found[row] >= 0})
 
 
 class Sampler:
@@ -70,25 +58,23 @@ class Sampler:
         self._finite_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = ops.finite_rows
 
     def __call__(
-        self,
-        logits: Tensor,
-        rids: Sequence[str],
-        works: Sequence[SampleWork],
-        masks: Callable[[], Masks | None] | None = None,
+        self, logits: Tensor, plan: StepPlan, masks: Callable[[], Masks | None] | None = None
     ) -> Draws:
-        """`logits` [R, V] fp32, one row for each of `rids` and `works`; overwritten. `masks` tells
-        which tokens are allowed where, and is called last."""
-        if not works:
-            return Draws(logits.new_empty(0, dtype=torch.int64), rids, (), {})
+        """`logits` [R, V] fp32, one row for each that samples; overwritten. `masks` tells which
+        tokens are allowed where, and is called last."""
+        if not len(logits):
+            return Draws(logits.new_empty(0, dtype=torch.int64), (), {})
+        first = len(plan.decodes)
+        works = [work.sample for work in plan.sequences if work.sample]
         logits, is_finite = self._finite_rows(logits)
         counts = {
             row: work.params.num_logprobs
-            for row, work in enumerate(works)
+            for row, work in enumerate(works, first)
             if work.params.num_logprobs is not None
         }
         rows = to_device(torch.tensor(list(counts), dtype=torch.int64), logits.device)
         log_probs = logits[rows].log_softmax(dim=1)
-        has_changed = apply_rules(logits, works)
+        has_changed = apply_rules(logits[first:], works)
         if masks is not None and (allowed := masks()) is not None:
             allow_only(logits, allowed.sampled_rows, mask_bits(allowed, logits.shape[1]))
             has_changed = True
@@ -97,21 +83,24 @@ class Sampler:
             # without a best token.
             is_finite &= logits.amax(dim=1).isfinite()
             logits.masked_fill_(~is_finite.unsqueeze(1), 0.0)
-        ids = self._choose(logits, works)
+        ids = self._choose(logits, plan.decodes, works)
         top = _top_log_probs(log_probs, ids[rows], max(counts.values())) if counts else ()
-        return Draws(ids.where(is_finite, -1), rids, top, counts)
+        return Draws(ids.where(is_finite, -1), top, counts)
 
-    def _choose(self, logits: Tensor, works: Sequence[SampleWork]) -> Tensor:
-        temperatures = [_temperature(work.params) for work in works]
-        if not any(temperatures):
+    def _choose(self, logits: Tensor, decodes: Decodes, works: Sequence[SampleWork]) -> Tensor:
+        own = np.array([sampling_rules(work.params) for work in works]).reshape(-1, 4).T
+        rules = np.concatenate([decodes.rules, own[:3]], axis=1, dtype=np.float32)
+        if not rules[0].any():
             return self._sample_op(logits, None)
-        draws = uniforms([work.seed for work in works], [work.num_generated for work in works])
-        params = [work.params for work in works]
-        rules = torch.tensor(
-            [temperatures, [max(p.top_p, MIN_TOP_P) for p in params], [p.min_p for p in params]]
+        seeds = np.array([work.seed & SEED_MASK for work in works], np.uint64)
+        indices = np.array([work.num_generated for work in works], np.int64)
+        draws = uniforms(
+            np.concatenate([decodes.seeds, seeds]), np.concatenate([decodes.num_generated, indices])
         )
-        on_device = to_device(torch.cat([rules, draws.unsqueeze(0)]), logits.device)
-        top_k = to_device(torch.tensor([p.top_k for p in params]), logits.device)
+        numbers = np.concatenate([rules, draws[None]])
+        on_device = to_device(torch.from_numpy(numbers), logits.device)
+        ranks = np.concatenate([decodes.top_k, own[3].astype(np.int64)])
+        top_k = to_device(torch.from_numpy(ranks), logits.device)
         temperature, top_p, min_p, draw = on_device
         return self._sample_op(logits, temperature, top_k, top_p, min_p, draw)
 
@@ -136,10 +125,6 @@ def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> bool:
         where, lowest = _on(device, cells)
         logits[where] = lowest
     return True
-
-
-def _temperature(params: SamplingParams) -> float:
-    return params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
 
 
 def _repetition(work: SampleWork) -> dict[int, float]:

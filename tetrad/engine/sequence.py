@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
-from tetrad.core.request import Request
+import numpy as np
+import numpy.typing as npt
+
+from tetrad.core.plan import Ints
+from tetrad.core.request import Request, SamplingParams
 from tetrad.core.step import PAGE_TOKENS, SampleWork
+
+NO_ROW = -1
+NEVER = 1 << 60
+SEED_MASK = (1 << 64) - 1
+CLIP_TOKENS = 4096
+"""Nobody is expected to generate more, whatever the limit: it may be the whole context."""
+MIN_TEMPERATURE = 1e-5
+"""Below this a request is greedy: dividing by less overflows float32."""
+MIN_TOP_P = 1e-6
+"""A smaller one keeps only the best token as well, but in float32 it may be 0, which keeps none."""
+
+KNOWN, PENDING, COMPUTED = range(3)
+
+
+def sampling_rules(params: SamplingParams) -> tuple[float, float, float, int]:
+    """Temperature, 0 for greedy; top_p; min_p; top_k: as the op `sample` takes them."""
+    temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
+    return temperature, max(params.top_p, MIN_TOP_P), params.min_p, params.top_k
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Known tokens are prompt and output; computed tokens are those whose keys are in the cache."""
+    """Known tokens are prompt and output; computed tokens are those whose keys are in the cache.
+    Pending ones planned steps sample and the host does not know yet; they follow the known ones.
+
+    While it runs, its counts and its newest tokens are views of its row in `rows.py`, where steps
+    change them for all sequences at once.
+    """
 
     request: Request
     seed: int
@@ -24,11 +52,10 @@ class Sequence:
     added_at: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
     """How long it waited before it first ran; None before."""
-    token_ids: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    """Tokens that planned steps have computed or will compute."""
-    num_pending: int = 0
-    """Tokens that planned steps sample and the host does not know yet; they follow `token_ids`."""
+    row: int = NO_ROW
+    """In `rows.py` while it runs."""
+    counts: Ints = field(init=False)
+    """[3]: known, pending, and computed tokens. Computed are those of planned steps, too."""
     pages: tuple[int, ...] = ()
     page_names: list[bytes] = field(default_factory=list)
     """Names of its first full pages, as far as they were needed."""
@@ -42,49 +69,101 @@ class Sequence:
     num_retries: int = 0
     """How often it began anew since its logits were not finite."""
     needs_history: bool = field(init=False)
+    plain_from: int = field(init=False)
+    """With so many known and pending tokens and more there is nothing to say of its next one but
+    what `Decodes` says; NEVER if there always is."""
     num_prompt: int = field(init=False)
     most_tokens: int = field(init=False)
     """Prompt and output at its limit."""
+    asked: int = field(init=False)
+    """Tokens it may generate, clipped; 0 if it ends at its limit only."""
+    _listed: list[int] = field(init=False)
+    """Known tokens as far as somebody has asked."""
+    _recent: npt.NDArray[np.int32] | None = None
+    """[PAGE_TOKENS] that of its row, with all known tokens that are not listed."""
 
     def __post_init__(self) -> None:
-        self.token_ids = self.token_ids or list(self.request.prompt_ids)
         sampling = self.request.sampling
-        self.num_prompt = len(self.request.prompt_ids)
+        self._listed = list(self.request.prompt_ids)
+        self.num_prompt = len(self._listed)
+        self.counts = np.array([self.num_prompt, 0, 0])
         self.most_tokens = self.num_prompt + sampling.max_new_tokens
+        self.asked = min(sampling.max_new_tokens, CLIP_TOKENS) if self.end_ids else 0
         self.needs_history = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0
             or sampling.frequency_penalty != 0.0
         )
+        is_special = self.needs_history or sampling.logit_bias or sampling.grammar
+        early = sampling.min_new_tokens if self.end_ids else 0
+        is_plain = not is_special and sampling.num_logprobs is None
+        self.plain_from = self.num_prompt + early if is_plain else NEVER
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Known tokens."""
+        num_listed, num_known = len(self._listed), self.num_known
+        if num_listed < num_known:
+            assert self._recent is not None
+            assert num_known - num_listed <= PAGE_TOKENS
+            places = np.arange(num_listed, num_known) % PAGE_TOKENS
+            self._listed += self._recent[places].tolist()
+        return self._listed
 
     @property
     def num_known(self) -> int:
-        return len(self.token_ids)
+        return int(self.counts[KNOWN])
+
+    @property
+    def num_pending(self) -> int:
+        return int(self.counts[PENDING])
+
+    @property
+    def num_computed(self) -> int:
+        return int(self.counts[COMPUTED])
 
     @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt
+        return self.num_known - self.num_prompt
 
     @property
     def num_total(self) -> int:
         """Known tokens and pending ones."""
-        return len(self.token_ids) + self.num_pending
+        return self.num_known + self.num_pending
 
-    @property
-    def is_spent(self) -> bool:
-        """Do the pending tokens bring it to its limit? Then there is nothing left to plan."""
-        return len(self.token_ids) + self.num_pending >= self.most_tokens
+    def add_token(self, token_id: int) -> None:
+        """One more is known."""
+        self.token_ids.append(token_id)
+        self.counts[KNOWN] += 1
+        if self._recent is not None:
+            self._recent[(self.num_known - 1) % PAGE_TOKENS] = token_id
 
-    @property
-    def num_slots(self) -> int:
-        """Tokens its pages can hold."""
-        return len(self.pages) * PAGE_TOKENS
+    def compute(self, num_tokens: int) -> None:
+        """Planned steps compute it so far."""
+        self.counts[COMPUTED] = num_tokens
+
+    def expect(self, num_tokens: int) -> None:
+        """So many more are pending, or are not any more."""
+        self.counts[PENDING] += num_tokens
+
+    def settle(self, counts: Ints, recent: npt.NDArray[np.int32]) -> None:
+        """Keep counts and newest tokens there, where the former are already."""
+        self.counts, self._recent = counts, recent
+        recent[(self.num_known - 1) % PAGE_TOKENS] = self._listed[-1]
+
+    def unsettle(self) -> None:
+        """Give up its row, and fall back to nothing computed."""
+        self._listed = self.token_ids
+        self.counts, self._recent, self.row = self.counts.copy(), None, NO_ROW
+        self.counts[COMPUTED] = 0
+        self.pages = ()
 
     def sample_work(self) -> SampleWork:
         """What the sampler needs for the next token."""
         sampling = self.request.sampling
-        assert not (self.needs_history and self.num_pending), "penalties need every token"
-        num_generated = self.num_generated + self.num_pending
+        num_pending = self.num_pending
+        assert not (self.needs_history and num_pending), "penalties need every token"
+        num_generated = self.num_generated + num_pending
         is_early = num_generated < sampling.min_new_tokens
         return SampleWork(
             params=sampling,
@@ -96,19 +175,11 @@ class Sequence:
         )
 
     def renewed(self) -> Sequence:
-        """Another with the same known tokens, nothing computed, and no part in steps in flight."""
-        return replace(
-            self,
-            token_ids=list(self.token_ids),
-            num_computed=0,
-            num_pending=0,
-            pages=(),
-            num_kept=0,
-            num_retries=self.num_retries + 1,
-        )
-
-    def forget_computed(self) -> tuple[int, ...]:
-        """Fall back to nothing computed; returns the pages to give back."""
-        pages, self.pages = self.pages, ()
-        self.num_computed = 0
-        return pages
+        """Of one that waits: another with the same known tokens and no part in steps in flight."""
+        assert self.row == NO_ROW
+        other = copy(self)
+        other._listed = list(self._listed)
+        other.counts = np.array([self.num_known, 0, 0])
+        other.num_kept = 0
+        other.num_retries += 1
+        return other

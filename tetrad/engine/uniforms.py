@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+import numpy.typing as npt
 
-import torch
-from torch import Tensor
-
+from tetrad.core.plan import Ints
 from tetrad.engine.philox import KEY_STEPS, MASK, MULTIPLIERS, NUM_ROUNDS, uniform
 
 FEW = 32
 """Up to so many numbers are had faster one by one."""
+LOW, HIGH = np.uint64(MASK), np.uint64(32)
 
 
-def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> Tensor:
-    """float32 [R]: the `indices[r]`-th number of `seeds[r]`, exactly as `uniform` gives it."""
+def uniforms(seeds: npt.NDArray[np.uint64], indices: Ints) -> npt.NDArray[np.float32]:
+    """[R]: the `indices[r]`-th number of `seeds[r]`, exactly as `uniform` gives it."""
     if len(seeds) <= FEW:
-        return torch.tensor([uniform(*pair) for pair in zip(seeds, indices, strict=True)])
-    k0, k1, c0, c1 = torch.tensor(
-        [
-            [seed & MASK for seed in seeds],
-            [seed >> 32 & MASK for seed in seeds],
-            [index >> 2 & MASK for index in indices],
-            [index >> 34 & MASK for index in indices],
-        ]
-    )
-    c2 = c3 = torch.zeros_like(c0)
+        pairs = zip(seeds.tolist(), indices.tolist(), strict=True)
+        return np.array([uniform(*pair) for pair in pairs], np.float32)
+    blocks = (indices >> 2).astype(np.uint64)
+    # rows: the two words that are multiplied, the two that are not; products fit into 64 bits
+    factors = np.stack([blocks & LOW, np.zeros_like(blocks)])
+    others = np.stack([blocks >> HIGH, np.zeros_like(blocks)])
+    keys = np.stack([seeds & LOW, seeds >> HIGH])
+    steps = np.array(KEY_STEPS, np.uint64)[:, None]
+    multipliers = np.array(MULTIPLIERS, np.uint64)[:, None]
     for _ in range(NUM_ROUNDS):
-        # int64 wraps, and the bits of a product of two 32-bit words are all there.
-        left, right = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (right >> 32 & MASK) ^ c1 ^ k0,
-            right & MASK,
-            (left >> 32 & MASK) ^ c3 ^ k1,
-            left & MASK,
-        )
-        k0, k1 = k0 + KEY_STEPS[0] & MASK, k1 + KEY_STEPS[1] & MASK
-    words = torch.stack([c0, c1, c2, c3])
-    turn = torch.tensor([[index & 3 for index in indices]])
-    return (words.gather(0, turn).squeeze(0) >> 8).float() * 2.0**-24
+        products = factors * multipliers
+        factors = (products >> HIGH)[::-1] ^ others ^ keys
+        others = (products & LOW)[::-1]
+        keys = keys + steps & LOW
+    words = np.stack([factors[0], others[0], factors[1], others[1]])
+    chosen = words[indices & 3, np.arange(len(indices))] >> np.uint64(8)
+    found: npt.NDArray[np.float32] = chosen.astype(np.float32) * np.float32(2.0**-24)
+    return found

@@ -1,30 +1,98 @@
-"""What a step takes of one sequence, and what it gives it."""
+"""What a step takes of sequences, and what it gives one of them."""
 
 from __future__ import annotations
 
-from tetrad.core.request import Finish, RequestOutput
-from tetrad.core.step import PENDING, SampledToken, SequenceWork
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tetrad.core.plan import NO_DECODES, Decodes, Ints, StepPlan
+from tetrad.core.request import Finish, RequestOutput, TokenLogprob
+from tetrad.core.step import SampleWork, SequenceWork
+from tetrad.engine.rows import Rows
 from tetrad.engine.sequence import Sequence
 
-Planned = list[tuple[Sequence, SequenceWork]]
-"""One step: each sequence beside what it computes."""
+Sequences = npt.NDArray[np.object_]
 
 
-def plan_work(sequence: Sequence, budget: int, planned: Planned) -> int:
-    """Add what it can compute within the budget; returns how many tokens that are."""
-    start = sequence.num_computed
-    total = sequence.num_total
-    end = min(start + budget, total)
-    token_ids = tuple(sequence.token_ids[start:end])
-    if len(token_ids) < end - start:
-        token_ids += (PENDING,)
-    is_caught_up = end == total
-    sample = sequence.sample_work() if is_caught_up else None
-    work = SequenceWork(sequence.request.rid, token_ids, start, sequence.pages, sample)
-    sequence.num_computed = end
-    sequence.num_pending += is_caught_up
-    planned.append((sequence, work))
-    return end - start
+def _no_rows() -> Ints:
+    return np.empty(0, np.int64)
+
+
+def _nobody() -> Sequences:
+    return np.empty(0, np.object_)
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step that is not applied yet, and whose its rows are: columns [D] and pairs."""
+
+    decodes: Decodes = NO_DECODES
+    rows: Ints = field(default_factory=_no_rows)
+    serials: Ints = field(default_factory=_no_rows)
+    """Of the stays in those rows: by now others may have them."""
+    sequences: Sequences = field(default_factory=_nobody)
+    works: list[tuple[Sequence, SequenceWork]] = field(default_factory=list)
+    """What goes on, then newcomers."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (len(self.rows) or self.works)
+
+    def decode(self, table: Rows, rows: Ints) -> None:
+        """One more token for each that has one of these rows."""
+        if len(rows):
+            self.rows, self.serials = rows, table.serial.take(rows)
+            self.sequences = table.sequences.take(rows)
+            self.decodes = table.plan_decodes(rows)
+
+    def add(self, table: Rows, sequence: Sequence, budget: int) -> int:
+        """What one can compute within the budget; returns how many tokens that are."""
+        start, total = sequence.num_computed, sequence.num_total
+        end = min(start + budget, total)
+        token_ids = tuple(sequence.token_ids[start:end])
+        if len(token_ids) < end - start:
+            token_ids += (-1 - int(table.sampled_row[sequence.row]),)
+        is_caught_up = end == total
+        sample = sequence.sample_work() if is_caught_up else None
+        rid, pages = sequence.request.rid, sequence.pages
+        self.works.append((sequence, SequenceWork(rid, token_ids, start, pages, sample)))
+        sequence.compute(end)
+        sequence.expect(int(is_caught_up))
+        return end - start
+
+    def commit(self, table: Rows) -> StepPlan:
+        """The plan. Its samples are those that tokens of the next step may be pending on."""
+        num_decodes = len(self.rows)
+        table.sampled_row[self.rows] = np.arange(num_decodes)
+        sampling = (sequence for sequence, work in self.works if work.sample)
+        for row, sequence in enumerate(sampling, num_decodes):
+            table.sampled_row[sequence.row] = row
+        return StepPlan(tuple(work for _, work in self.works), self.decodes)
+
+    def pairs(self) -> Iterator[tuple[Sequence, SequenceWork]]:
+        """Each sequence beside what it computes, in the order of the plan."""
+        for index, sequence in enumerate(self.sequences):
+            yield sequence, self.work_of(index)
+        yield from self.works
+
+    def work_of(self, index: int) -> SequenceWork:
+        """A row of `decodes` as a struct."""
+        decodes, sequence = self.decodes, self.sequences[index]
+        return SequenceWork(
+            rid=sequence.request.rid,
+            token_ids=(int(decodes.token_ids[index]),),
+            start=int(decodes.starts[index]),
+            pages=decodes.pages(index),
+            sample=SampleWork(
+                params=sequence.request.sampling,
+                seed=sequence.seed,
+                num_generated=int(decodes.num_generated[index]),
+                num_prompt=sequence.num_prompt,
+            ),
+        )
 
 
 def whole_tokens(planned: tuple[Sequence, SequenceWork]) -> int:
@@ -37,19 +105,22 @@ def finish_of(sequence: Sequence, token_id: int) -> Finish | None:
     """Whether its newest token ends it."""
     if token_id in sequence.end_ids:
         return Finish("stop", matched_token=token_id)
-    if len(sequence.token_ids) >= sequence.most_tokens:
+    if sequence.num_known >= sequence.most_tokens:
         return Finish("length")
     return None
 
 
 def output_of(
-    sequence: Sequence, token: SampledToken | None, finish: Finish | None
+    sequence: Sequence,
+    token_id: int | None,
+    finish: Finish | None,
+    logprob: TokenLogprob | None = None,
 ) -> RequestOutput:
     """What its client is told of a step."""
     return RequestOutput(
         rid=sequence.request.rid,
-        token_ids=(token.token_id,) if token else (),
-        logprobs=(token.logprob,) if token and token.logprob else (),
+        token_ids=() if token_id is None else (token_id,),
+        logprobs=(logprob,) if logprob else (),
         finish=finish,
         prompt_tokens=sequence.num_prompt,
         cached_tokens=sequence.num_cached_prompt or 0,

@@ -1,0 +1,295 @@
+"""Who lives in the engine and what they hold: requests come, get tokens, are set back, and go.
+
+`scheduler.py` plans steps; here is what becomes of them. A step may be planned before the one
+before it is applied, so a request may have ended, or given up its pages, when its token comes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from tetrad.core.errors import RequestError
+from tetrad.core.plan import Ints, StepPlan, StepResult
+from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
+from tetrad.core.step import PAGE_TOKENS, SequenceWork
+from tetrad.engine.admission import Limits, check_request, end_ids
+from tetrad.engine.blocks import PagePool
+from tetrad.engine.forecast import Forecast, Outlook
+from tetrad.engine.line import WaitingLine
+from tetrad.engine.prefix import PrefixCache, extend_names
+from tetrad.engine.running import Running
+from tetrad.engine.sequence import Sequence
+from tetrad.engine.work import PlannedStep, finish_of, output_of
+
+NON_FINITE = (
+    "The model gave logits that are not finite for this request, so it was ended; other requests "
+    "are not affected."
+)
+
+ABORTED = "The server's operator ended this request."
+
+MAX_RETRIES = 3
+"""Times that a request begins anew before it fails."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    nonfinite: int = 0
+
+
+class Ledger:
+    """All requests of an engine, those that run and those that wait."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        draw_seed: Callable[[int], int],
+        conservativeness: float,
+        *,
+        use_prefix_cache: bool,
+    ) -> None:
+        self.limits = limits
+        self.cache = PrefixCache(PagePool(limits.num_pages), is_enabled=use_prefix_cache)
+        self.running = Running(limits)
+        self.waiting = WaitingLine()
+        self.counters = Counters()
+        self.forecast = Forecast(conservativeness)
+        self._refused: tuple[Sequence, int] | None = None
+        """Who was not let in with how many pages shared, as long as nobody has ended since: growth
+        makes no room."""
+        self._outlook: Outlook | None = None
+        """Of those that run, once a step has asked for it."""
+        self._draw_seed = draw_seed
+        self._live: dict[str, Sequence] = {}
+        self._own_rids: set[str] = set()
+        self._planned: deque[PlannedStep] = deque()
+        self._num_arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages that running sequences hold."""
+        return self.limits.num_pages - self.cache.num_available
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError if it can never be served, or its name is taken."""
+        if request.own_rid in self._own_rids:
+            raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
+        check_request(request, self.limits)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never be served."""
+        self.check(request)
+        sampling = request.sampling
+        seed = self._draw_seed(self._num_arrivals) if sampling.seed is None else sampling.seed
+        sequence = Sequence(request, seed, self._num_arrivals, end_ids(sampling, self.limits))
+        self._num_arrivals += 1
+        self._live[request.rid] = sequence
+        self._own_rids.add(request.own_rid)
+        self.waiting.add(sequence)
+
+    def abort(self, rid: str) -> None:
+        """Forget a request and free what it holds. An unknown rid is ignored."""
+        if sequence := self._live.get(rid):
+            self._retire(sequence)
+
+    def end(self, rid: str | None) -> list[RequestOutput]:
+        """Abort the requests of this rid, or that came with this id, or all; the last output of
+        each."""
+        outputs = []
+        for sequence in list(self._live.values()):
+            if rid is None or sequence.request.is_named(rid):
+                outputs.append(output_of(sequence, None, Finish("abort", message=ABORTED)))
+                self._retire(sequence)
+        return outputs
+
+    def set_back(self) -> None:
+        """Preempt everybody."""
+        while self.running:
+            self._preempt_last()
+
+    def apply(self, result: StepResult) -> list[RequestOutput]:
+        """Take in the oldest step that is not applied; one output for each request that got a token
+        or ended. Requests that ended meanwhile are passed over."""
+        step = self._planned.popleft()
+        num_decodes = len(step.rows)
+        outputs = self._take_decodes(step, result.token_ids[:num_decodes])
+        sampling = [(sequence, work) for sequence, work in step.works if work.sample]
+        token_ids = result.token_ids[num_decodes:].tolist()
+        for row, (sequence, work) in enumerate(sampling, num_decodes):
+            token_id, logprob = token_ids[row - num_decodes], result.logprobs.get(row)
+            outputs += self._take(sequence, work.num_kv_tokens, work.pages, token_id, logprob)
+        return outputs
+
+    def as_replay(self) -> StepPlan:
+        """The oldest step that is not applied, as it can be computed again now: every token known.
+        Who no longer has its pages writes to the page behind the last instead."""
+        return StepPlan(tuple(self._as_replay(*pair) for pair in self._planned[0].pairs()))
+
+    def _as_replay(self, sequence: Sequence, work: SequenceWork) -> SequenceWork:
+        known = tuple(sequence.token_ids[work.start : work.num_kv_tokens])
+        if sequence.pages[: len(work.pages)] == work.pages and len(known) == len(work.token_ids):
+            return replace(work, token_ids=known)
+        pages = (self.limits.num_pages,) * len(work.pages)
+        return replace(work, token_ids=(0,) * len(work.token_ids), pages=pages)
+
+    def not_finite(self, result: StepResult) -> set[str]:
+        """Requests whose logits in the oldest step were not finite and that may begin anew."""
+        is_bad = result.token_ids < 0
+        if not is_bad.any():
+            return set()
+        sampling = (sequence for sequence, work in self._planned[0].pairs() if work.sample)
+        return {
+            sequence.request.rid
+            for sequence, is_its in zip(sampling, is_bad.tolist(), strict=True)
+            if is_its
+            and self._live.get(sequence.request.rid) is sequence
+            and sequence.num_retries < MAX_RETRIES
+        }
+
+    def retry(self, rids: Collection[str]) -> None:
+        """Let these, of the oldest step, begin anew with the tokens they have. The pages it read
+        leave the cache. Everybody who comes after the first of them is preempted, too, which keeps
+        the order."""
+        for _, work in self._planned[0].pairs():
+            if work.rid in rids:
+                self.cache.forget(work.pages)
+        while any(sequence.request.rid in rids for sequence in self.running):
+            self._preempt_last()
+        for sequence in [s for s in self.waiting if s.request.rid in rids]:
+            renewed = self._live[sequence.request.rid] = sequence.renewed()
+            self.waiting.replace(sequence, renewed)
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache, but only when nothing runs or waits."""
+        if not self._live:
+            self.cache.flush()
+        return not self._live
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page is lost or held twice, or the queues are out of order."""
+        assert not any(s.pages or s.num_computed for s in self.waiting)
+        for queue in (self.running, self.waiting):
+            places = [s.place for s in queue]
+            assert places == sorted(places), f"out of the order of service: {places}"
+        order = [s.place for s in (*self.running, *self.waiting)]
+        by_priority = sorted(order, key=lambda place: place[0])  # stable
+        assert by_priority == sorted(order), f"one that waits comes before one that runs: {order}"
+        assert sorted(order) == sorted(s.place for s in self._live.values())
+        assert self._own_rids == {s.request.own_rid for s in self._live.values()}
+        pairs = [pair for step in self._planned for pair in step.pairs()]
+        in_flight = Counter(id(sequence) for sequence, work in pairs if work.sample)
+        assert all(s.num_pending == in_flight[id(s)] for s in self._live.values())
+        self.cache.check([page for s in self.running for page in s.pages])
+
+    def _preempt_last(self) -> None:
+        sequence = self.running[-1]
+        self.cache.release(self.running.remove(sequence))
+        sequence.num_preemptions += 1
+        self._refused = self._outlook = None
+        self.waiting.put_back(sequence)
+
+    def _take_decodes(self, step: PlannedStep, token_ids: Ints) -> list[RequestOutput]:
+        """One sampled token for each of a step's decodes. Only those are looked at singly of which
+        something else is new, or whose row is another's by now."""
+        table, rows, starts = self.running.rows, step.rows, step.decodes.starts
+        is_usual = (table.serial.take(rows) == step.serials) & (token_ids >= 0)
+        outputs: list[RequestOutput] = []
+        if not is_usual.all():
+            for index in np.flatnonzero(~is_usual).tolist():
+                sequence, pages = step.sequences[index], step.decodes.pages(index)
+                outputs += self._take(
+                    sequence, int(starts[index]) + 1, pages, int(token_ids[index]), None
+                )
+            rows, starts, token_ids = rows[is_usual], starts[is_usual], token_ids[is_usual]
+        known = table.add_tokens(rows, token_ids)
+        self.counters.generated_tokens += len(rows)
+        sequences = table.sequences.take(rows)
+        num_kv_tokens = starts + 1
+        is_first = known == table.first_told.take(rows)
+        for index in np.flatnonzero(is_first | (num_kv_tokens % PAGE_TOKENS == 0)).tolist():
+            self._keep_full_pages(sequences[index], int(num_kv_tokens[index]))
+        may_end = self.running.may_end(token_ids) | (known >= table.most_tokens.take(rows))
+        for index in np.flatnonzero(is_first | may_end).tolist():
+            outputs.append(self._told(sequences[index], int(token_ids[index]), None))
+            sequences[index] = None
+        plain = zip(sequences.tolist(), token_ids.tolist(), strict=True)
+        outputs += [output_of(s, token_id, None) for s, token_id in plain if s]
+        return outputs
+
+    def _take(
+        self,
+        sequence: Sequence,
+        num_kv_tokens: int,
+        pages: tuple[int, ...],
+        token_id: int,
+        logprob: TokenLogprob | None,
+    ) -> list[RequestOutput]:
+        """One sampled token of a sequence that may have ended meanwhile, in which case nothing is
+        told. `num_kv_tokens` and `pages`: what the step read."""
+        if self._live.get(sequence.request.rid) is not sequence:
+            return []
+        sequence.expect(-1)
+        if token_id < 0:
+            return [self._fail(sequence, pages)]
+        sequence.add_token(token_id)
+        self.counters.generated_tokens += 1
+        if num_kv_tokens >= (sequence.num_kept + 1) * PAGE_TOKENS:
+            self._keep_full_pages(sequence, num_kv_tokens)
+        return [self._told(sequence, token_id, logprob)]
+
+    def _told(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
+    ) -> RequestOutput:
+        """What its client hears of its newest token, which may end it."""
+        finish = finish_of(sequence, token_id)
+        if finish:
+            self.forecast.finished(sequence)
+            self._retire(sequence)
+        return output_of(sequence, token_id, finish, logprob)
+
+    def _keep_full_pages(self, sequence: Sequence, num_kv_tokens: int) -> None:
+        """Offer the full pages that a step computed to the prefix cache. Called only after finite
+        logits, which vouch for the keys they were computed from. A sequence that was preempted
+        since has none."""
+        token_ids = sequence.token_ids  # also lists what its row has no room to keep
+        num_full = min(num_kv_tokens, sequence.num_computed) // PAGE_TOKENS
+        if num_full <= sequence.num_kept or not self.cache.is_enabled:
+            return
+        extend_names(sequence.page_names, token_ids, num_full * PAGE_TOKENS)
+        for index in range(sequence.num_kept, num_full):
+            self.cache.keep(sequence.page_names[index], sequence.pages[index])
+        sequence.num_kept = num_full
+
+    def _fail(self, sequence: Sequence, pages: tuple[int, ...]) -> RequestOutput:
+        """End it with an error. The pages the step read leave the cache, also those it found there:
+        any of them may hold the number that spoiled its logits."""
+        self.counters.nonfinite += 1
+        self.cache.forget(pages)
+        self._retire(sequence)
+        return output_of(sequence, None, Finish("error", message=NON_FINITE))
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Let it go, and its pages: what steps in flight write there comes before what later steps
+        write, as the device computes them in order."""
+        if sequence.pages:
+            self.cache.release(self.running.remove(sequence))
+        else:
+            self.waiting.remove(sequence)
+        self._refused = self._outlook = None
+        del self._live[sequence.request.rid]
+        self._own_rids.remove(sequence.request.own_rid)
