@@ -136,7 +136,7 @@ class FakeEngine:
                 async for output in outputs:
                     is_more = output.finish or output.logprobs or len(output.token_ids) != 1
                     if has_begun and not is_more:
-                        sink.take_token(output.token_ids[0])
+                        sink.take_tokens(output.token_ids)
                     else:
                         sink.take(output)
                     has_begun = True

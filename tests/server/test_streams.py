@@ -13,8 +13,9 @@ import pytest
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tetrad.core.request import Finish, Request
-from tetrad.server import answers
+from tetrad.server import answers, push
 from tetrad.server.service import Service
+from tetrad.server.session import Delta
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "3"}], "max_tokens": 100}
@@ -160,11 +161,15 @@ async def test_a_half_sent_body_is_given_up_with_its_connection(address: str, en
 async def test_pieces_that_wait_already_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch):
     """All of an answer may be there when a slow client leaves: that it left must be heard before
     the rest is written for nobody."""
-    monkeypatch.setattr(answers, "SHARE_S", -1.0)
+    monkeypatch.setattr(push, "SHARE_S", -1.0)
     num_sent = 0
+    inbox = push.Inbox()
+    for _ in range(1000):
+        inbox.put((0, Delta()))
 
     async def pieces(_: object) -> AsyncGenerator[bytes, None]:
         for _ in range(1000):
+            await inbox.get()
             yield b"data: x\n\n"
 
     async def send(_: Any) -> None:

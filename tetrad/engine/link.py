@@ -137,7 +137,7 @@ class EngineLink:
         if self._streams.pop(stream.number, None) is None:
             return
         del self._numbers[stream.name]
-        stream.due.clear()
+        stream.leave()
         if not stream.is_over:
             with contextlib.suppress(EngineDiedError):
                 self._send(AbortRequests([stream.name]))
@@ -256,7 +256,7 @@ class EngineLink:
         for output in message.outputs:
             if (stream := streams.get(self._numbers.get(output.rid, -1))) is not None:
                 self._due_first.append(stream)
-                stream.due.append(output)
+                stream.add(output)
 
     def _hand_out(self) -> None:
         """For a while; the rest in the next turn of the event loop."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from msgspec import structs
@@ -19,8 +19,8 @@ class Sink(Protocol):
     def take(self, output: RequestOutput) -> None:
         """An output that tells more than a token; the one with `finish` is the last."""
 
-    def take_token(self, token_id: int) -> None:
-        """A token. All else is as the last output told."""
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """Tokens, often one. All else is as the last output told."""
 
     def fail(self, error: TetradError) -> None:
         """Nothing more will come: RequestError if the engine refused the request, EngineDiedError
@@ -30,7 +30,7 @@ class Sink(Protocol):
 class Stream:
     """What one request gets."""
 
-    __slots__ = ("due", "is_over", "name", "number", "sink")
+    __slots__ = ("due", "due_more", "is_over", "name", "number", "sink")
 
     def __init__(self, number: int, name: str, sink: Sink) -> None:
         """`sink` hears it."""
@@ -38,19 +38,33 @@ class Stream:
         self.name = name
         """Of the request in the engine."""
         self.sink = sink
-        self.due: list[int | RequestOutput] = []
-        """What has come and was not handed out yet."""
+        self.due: list[int] = []
+        """Tokens that have come and were not handed out yet."""
+        self.due_more: list[tuple[list[int], RequestOutput]] = []
+        """Other outputs, each with the tokens before it; all before `due`."""
         self.is_over = False
+
+    def add(self, output: RequestOutput) -> None:
+        """Note an output to hand out."""
+        self.due_more.append((self.due, output))
+        self.due = []
 
     def hand_out(self) -> None:
         """Tell the sink what has come."""
-        due, self.due = self.due, []
-        for item in due:
-            if isinstance(item, int):
-                self.sink.take_token(item)
-            else:
-                self.is_over = item.finish is not None
-                self.sink.take(item)
+        if self.due_more:
+            due_more, self.due_more = self.due_more, []
+            for tokens, output in due_more:
+                if tokens:
+                    self.sink.take_tokens(tokens)
+                self.is_over = output.finish is not None
+                self.sink.take(output)
+        if self.due:
+            due, self.due = self.due, []
+            self.sink.take_tokens(due)
+
+    def leave(self) -> None:
+        """Nobody hears it any more."""
+        self.due, self.due_more = [], []
 
     def fail(self, error: TetradError) -> None:
         """Tell it that nothing more will come, after all that has."""
@@ -73,11 +87,12 @@ class Outputs:
         self._told = structs.replace(output, rid=self._rid)
         self._items.put_nowait(self._told)
 
-    def take_token(self, token_id: int) -> None:
-        """A token."""
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """Tokens."""
         assert self._told is not None
-        output = structs.replace(self._told, token_ids=(token_id,), logprobs=(), queue_s=0.0)
-        self._items.put_nowait(output)
+        for token_id in token_ids:
+            output = structs.replace(self._told, token_ids=(token_id,), logprobs=(), queue_s=0.0)
+            self._items.put_nowait(output)
 
     def fail(self, error: TetradError) -> None:
         """Nothing more will come."""

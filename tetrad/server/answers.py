@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,6 @@ from tetrad.server.arrival import arrival
 from tetrad.server.encoding import DONE, event, json_bytes
 from tetrad.server.failures import body_of
 from tetrad.server.push import BODY, Outlet
-
-SHARE_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ class EventStream(Response):
 
     async def _send(self, send: Send, outlet: Outlet | None) -> None:
         has_started = False
-        turn = Turn()
         async with contextlib.aclosing(self._events(outlet)) as events:
             try:
                 async with in_time():
@@ -92,15 +88,13 @@ class EventStream(Response):
                         if not has_started:
                             has_started = True
                             await self._start(send)
-                        await _send_piece(send, piece)
-                        await turn.give_way()
-                if self._wire.end:
-                    await _send_piece(send, self._wire.end)
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                last = self._wire.end
             except TetradError as error:
                 if not has_started:
                     raise
-                await _send_piece(send, self._wire.error(error))
-        await send({"type": "http.response.body", "body": b""})
+                last = self._wire.error(error)
+        await send({"type": "http.response.body", "body": last})
 
     async def _start(self, send: Send) -> None:
         await send(
@@ -119,28 +113,6 @@ async def in_time() -> AsyncIterator[None]:
         if not limit.expired():
             raise
         raise now.too_late() from None
-
-
-class Turn:
-    """How long one answer has kept the event loop.
-
-    Pieces that wait already, for a client that was slow or has left, come and go without any real
-    waiting: nobody else would have a turn before the last of them, not even the news that the
-    client has left.
-    """
-
-    def __init__(self) -> None:
-        self._began_at = time.monotonic()
-
-    async def give_way(self) -> None:
-        """Let others run when this one has had its share."""
-        if time.monotonic() - self._began_at > SHARE_S:
-            await asyncio.sleep(0)
-            self._began_at = time.monotonic()
-
-
-async def _send_piece(send: Send, piece: bytes) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -18,7 +18,7 @@ from tetrad.server.conversation import chat_choices
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, chat_logprobs
 from tetrad.server.protocol import ChatBody
-from tetrad.server.push import Outlet, Render, ShortWay
+from tetrad.server.push import Outlet, Renderer, ShortWay
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
 from tetrad.server.tool_events import ToolDelta
@@ -54,8 +54,8 @@ class _Answer:
 
     async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Chunks, as events."""
-        render = self._renderer()
-        short_way = ShortWay(render, outlet) if outlet else None
+        render, text = self._renderer()
+        short_way = ShortWay(render, outlet, text) if outlet else None
         async with aclosing(generate(self._service, ROUTE, self._choices, short_way)) as deltas:
             async for index, delta in deltas:
                 if piece := render(index, delta):
@@ -63,8 +63,8 @@ class _Answer:
         if self._body.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})
 
-    def _renderer(self) -> Render:
-        """What makes an event of a delta."""
+    def _renderer(self) -> Renderer:
+        """What makes an event of a delta, and of its text alone."""
         has_begun = [False] * len(self._choices)
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
 
@@ -90,7 +90,11 @@ class _Answer:
             has_begun[index] = True
             return event(chunk(index, role, delta))
 
-        return render
+        def text(index: int) -> TextEvent | None:
+            is_enough = has_begun[index] and not self._body.has_running_usage
+            return events[index][0] if is_enough else None
+
+        return render, text
 
     def _chunk_choice(self, index: int, role: dict[str, Any], delta: Delta) -> dict[str, Any]:
         fields = role

@@ -18,7 +18,7 @@ from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, completion_logprobs
 from tetrad.server.protocol import CompletionBody
-from tetrad.server.push import Outlet, Render, ShortWay
+from tetrad.server.push import Outlet, Renderer, ShortWay
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta, Session
@@ -106,8 +106,8 @@ class _Answer:
 
     async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Chunks, as events."""
-        render = self._renderer()
-        short_way = ShortWay(render, outlet) if outlet else None
+        render, text = self._renderer()
+        short_way = ShortWay(render, outlet, text) if outlet else None
         async with aclosing(generate(self._service, ROUTE, self._choices, short_way)) as deltas:
             async for index, delta in deltas:
                 if piece := render(index, delta):
@@ -115,8 +115,8 @@ class _Answer:
         if self._body.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})
 
-    def _renderer(self) -> Render:
-        """What makes an event of a delta."""
+    def _renderer(self) -> Renderer:
+        """What makes an event of a delta, and of its text alone."""
         tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
 
         has_running_usage = self._body.has_running_usage
@@ -141,7 +141,10 @@ class _Answer:
                 return plain[index](text)
             return event(chunk(index, text, delta))
 
-        return render
+        def text(index: int) -> TextEvent | None:
+            return None if before[index] or is_special else plain[index]
+
+        return render, text
 
     async def whole(self) -> dict[str, Any]:
         """The complete answer."""

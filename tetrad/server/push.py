@@ -15,8 +15,9 @@ the task has sent all it had, and the client reads.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +30,7 @@ from tetrad.server.session import Delta, Session
 BODY = "tetrad.body"
 """Where in the state of its scope a request finds the outlet of its connection, if there is one."""
 
-Render = Callable[[int, Delta], bytes]
-"""Events for what a step added to the choice of this index; empty if there is nothing to tell."""
+SHARE_S = 0.005
 
 
 class Outlet(Protocol):
@@ -44,20 +44,41 @@ class Outlet(Protocol):
         """Take one that is not empty."""
 
 
+Render = Callable[[int, Delta], bytes]
+Texts = Callable[[int], Callable[[str], bytes] | None]
+Renderer = tuple[Render, Texts]
+"""`render` and `text` of a ShortWay."""
+
+
+def _no_texts(_index: int) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ShortWay:
     """From the readers of an answer to its client."""
 
     render: Render
+    """Makes events of what a step added to the choice of an index; empty if that is nothing to
+    tell."""
     outlet: Outlet
+    text: Texts = _no_texts
+    """What does the same for a choice to which text is added and nothing else, if it may be used
+    now."""
 
 
 class Inbox:
-    """What the task that answers a request is to see, in order."""
+    """What the task that answers a request is to see, in order.
+
+    What is there already, for a client that was slow or has left, comes and goes without any real
+    waiting: nobody else would have a turn before the last of it, not even the news that the client
+    has left. So the task gives way when it has had its share.
+    """
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, Delta] | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._woken_at = time.monotonic()
 
     @property
     def is_waited_for(self) -> bool:
@@ -74,12 +95,16 @@ class Inbox:
 
     async def get(self) -> tuple[int, Delta]:
         """The next item. Raises it if it is an error."""
+        if self._items and time.monotonic() - self._woken_at > SHARE_S:
+            await asyncio.sleep(0)
+            self._woken_at = time.monotonic()
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+            self._woken_at = time.monotonic()
         item = self._items.popleft()
         if isinstance(item, Exception):
             raise item
@@ -116,16 +141,22 @@ class ChoiceReader:
                 if output.token_ids:
                     self._watch.first_token(self._index, output)
                 self._admission.first_token(self._index)
-            self._tell(self._session.feed(output))
+            self._tell((self._session.feed(output),))
         except Exception as error:  # noqa: BLE001 - raised again by the task
             self._end(error)
 
-    def take_token(self, token_id: int) -> None:
-        """A token."""
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """Tokens; their events are written together."""
         if self._is_over:
             return
+        session = self._session
         try:
-            self._tell(self._session.feed_token(token_id))
+            if session.is_plain and (way := self._open_way) and (say := way.text(self._index)):
+                texts = map(session.plain_text, token_ids)
+                if piece := b"".join([say(text) for text in texts if text]):
+                    way.outlet.write(piece)
+            else:
+                self._tell(map(session.feed_token, token_ids))
         except Exception as error:  # noqa: BLE001 - raised again by the task
             self._end(error)
 
@@ -138,17 +169,27 @@ class ChoiceReader:
         self._is_over = True
         self._inbox.put(error)
 
-    def _tell(self, delta: Delta) -> None:
-        """The first and the last piece of a choice are always the task's to see."""
-        if delta.finish is not None:
-            self._is_over = True
-            reason = delta.finish.reason
-            self._watch.last_token(self._index, self._session.completion_tokens, reason)
-        elif self._short_way is not None and self._has_begun and self._inbox.is_waited_for:
-            outlet = self._short_way.outlet
-            if outlet.is_open:
-                if piece := self._short_way.render(self._index, delta):
-                    outlet.write(piece)
-                return
-        self._has_begun = True
-        self._inbox.put((self._index, delta))
+    @property
+    def _open_way(self) -> ShortWay | None:
+        """The first piece of a choice is always the task's to see."""
+        if self._has_begun and self._inbox.is_waited_for:
+            way = self._short_way
+            return way if way is not None and way.outlet.is_open else None
+        return None
+
+    def _tell(self, deltas: Iterable[Delta]) -> None:
+        """Up to the last, which is the task's to see, too."""
+        way, pieces = self._open_way, []
+        for delta in deltas:
+            if way is not None and delta.finish is None:
+                pieces.append(way.render(self._index, delta))
+                continue
+            self._has_begun = True
+            self._inbox.put((self._index, delta))
+            if delta.finish is not None:
+                self._is_over = True
+                num_tokens = self._session.completion_tokens
+                self._watch.last_token(self._index, num_tokens, delta.finish.reason)
+                break
+        if way is not None and (piece := b"".join(pieces)):
+            way.outlet.write(piece)

@@ -137,6 +137,8 @@ class Session:
         self._stops = StopMatcher(stops, keep=keep_stop)
         self._min_new_tokens = min_new_tokens
         self._answer = AnswerReader(reasoning, tools)
+        self.is_plain = not stops and reasoning is None and tools is None
+        """Whether `plain_text` may stand for `feed_token`."""
         self._waiting: list[TokenEntry] = []
         self._num_characters = 0
         self._num_released = 0
@@ -163,7 +165,17 @@ class Session:
         self._token(token_id, delta)
         if self._stops.matched is not None:
             self._close(delta, "stop", self._stops.matched)
+        else:
+            self._report(delta)
         return delta
+
+    def plain_text(self, token_id: int) -> str:
+        """The content that `feed_token` would give, where it can give nothing else."""
+        self.completion_tokens += 1
+        text = self._detokenizer.feed(token_id)
+        self._num_characters += len(text)
+        self._num_released += len(text)
+        return text
 
     def _take(self, output: RequestOutput, delta: Delta) -> None:
         for position, token_id in enumerate(_text_tokens(output)):

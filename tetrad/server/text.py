@@ -31,6 +31,9 @@ class Tokenizer:
         """Control tokens, which a reader does not want to see."""
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes: dict[int, bytes] = {}
+        self.texts: dict[int, str] = {}
+        """Of tokens that stand for whole characters and were read once; what a model said, so no
+        more than it has tokens."""
 
     @classmethod
     def from_folder(cls, folder: Path, *, is_lent: bool = False) -> Tokenizer:
@@ -92,12 +95,21 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_between = True
+        """Whether no character has begun that is not whole."""
 
     def feed(self, token_id: int) -> str:
         """The characters this token completes, often none or several."""
         if token_id in self._hidden_ids:
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if self._is_between and (text := self._tokenizer.texts.get(token_id)) is not None:
+            return text
+        piece, is_whole = self._tokenizer.token_bytes(token_id), self._is_between
+        text = self._utf8.decode(piece)
+        self._is_between = not self._utf8.getstate()[0]
+        if is_whole and self._is_between:
+            self._tokenizer.texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         """The text ended: an unfinished character becomes U+FFFD."""
