@@ -35,6 +35,7 @@ def test_resolving_on_a_cpu(dtype: torch.dtype):
     assert list(rows) == [f.name for f in fields(OpSet) if f.name != "choices"]
     norms = dict.fromkeys(("rms_norm", "add_rms_norm"), "layer_norm")
     fast = {"linear": "onednn", "gqa": "sdpa", "sample": "candidates", **norms}
+    fast |= {"finite_rows": "total"}
     assert all(row["backend"] in ("torch", fast.get(op)) for op, row in rows.items())
     assert rows["experts"]["reason"] == "asked for"
     assert rows["mla"] == {

@@ -36,6 +36,7 @@ from tetrad.kernels.experts import triton_fp4 as experts_triton_fp4
 from tetrad.kernels.finite_rows import check as finite_rows_check
 from tetrad.kernels.finite_rows import contract as finite_rows
 from tetrad.kernels.finite_rows import reference as finite_rows_torch
+from tetrad.kernels.finite_rows import total as finite_rows_total
 from tetrad.kernels.finite_rows import triton as finite_rows_triton
 from tetrad.kernels.gqa import check as gqa_check
 from tetrad.kernels.gqa import contract as gqa
@@ -159,7 +160,9 @@ OPS: Mapping[str, Op] = {
         _op(mla, mla_check, mla_gluon, mla_triton, mla_flashinfer_sparse_mla, mla_torch),
         _op(qkv, qkv_check, qkv_torch),
         _op(gqa, gqa_check, gqa_sdpa, gqa_torch),
-        _op(finite_rows, finite_rows_check, finite_rows_triton, finite_rows_torch),
+        _op(
+            finite_rows, finite_rows_check, finite_rows_triton, finite_rows_total, finite_rows_torch
+        ),
         _op(sample, sample_check, sample_triton, sample_candidates, sample_torch),
     )
 }
