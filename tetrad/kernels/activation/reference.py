@@ -10,7 +10,7 @@ from tetrad.kernels.backend import Backend
 
 def run(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    return (functional.silu(gate.float()) * up.float()).to(gate.dtype)
+    return functional.silu(gate.float()).mul_(up).to(gate.dtype)
 
 
 BACKEND = Backend("torch", run)
