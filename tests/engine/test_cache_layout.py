@@ -90,3 +90,17 @@ def test_a_control_group_bounds_memory_and_cores(tmp_path: Path):
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert device_memory(cpu, tmp_path).total_bytes == free.total_bytes
     assert usable_cores(tmp_path) == usable_cores(tmp_path / "nothing") >= 1
+
+
+def test_two_processors_of_one_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Processors 0 and 2 share a core, 1 has one of its own, of 3 nothing is known."""
+    for number, siblings in ((0, "0,2"), (1, "1"), (2, "0,2")):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{siblings}\n")
+    no_limit = tmp_path / "nothing"
+    for affinity, cores in (({0, 2}, 1), ({0, 1}, 2), ({0, 1, 2, 3}, 3)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _process, allowed=affinity: allowed)
+        assert usable_cores(no_limit, tmp_path) == cores
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    assert usable_cores(tmp_path, tmp_path) == 2

@@ -33,7 +33,7 @@ from tetrad.engine.arch_choices import (
 )
 from tetrad.engine.cache_layout import CacheLayout, MemoryUse, plan_cache, resolve_context
 from tetrad.engine.child import environment
-from tetrad.engine.device import resolve_device, use_sensible_threads
+from tetrad.engine.device import SpreadModel, resolve_device, use_sensible_threads
 from tetrad.engine.engine import Engine, scheduler_of
 from tetrad.engine.grammars import Grammars
 from tetrad.engine.guard import NanGuard
@@ -72,8 +72,8 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     resolve_context(config, arch)
     device = resolve_device(config.device)
     dtype = activation_type(config, arch, device)
-    if device.type == "cpu":
-        use_sensible_threads()
+    is_cpu = device.type == "cpu"
+    num_threads = use_sensible_threads() if is_cpu else torch.get_num_threads()
     name, keys = str(dtype).removeprefix("torch."), cached_keys(config, arch, dtype)
     ops, switches = switchable(_choose_ops(config, arch, device, dtype, keys, say))
     started = time.monotonic()
@@ -85,7 +85,8 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         say(EngineProgress("note", note))
     layout, use = _lay_out_cache(config, model, device, dtype, keys)
     say(EngineProgress("cache", layout.sentence))
-    runner = Runner(model, _make_cache(arch, layout, device, dtype, keys), ops, device)
+    cache = _make_cache(arch, layout, device, dtype, keys)
+    runner = Runner(SpreadModel(model, num_threads) if is_cpu else model, cache, ops, device)
     prepared = _prepare(config, layout, runner, arch, device, say)
     statement = memory_statement(
         config,
@@ -112,7 +113,8 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
         scheduler_of(config, layout.limits),
         runner,
         info,
-        overlap=not config.disable_overlap_schedule,
+        # launching waits for a CPU, so tokens would only be handed out a step late
+        overlap=not (config.disable_overlap_schedule or is_cpu),
         continuous_steps=config.num_continuous_decode_steps,
         stream_interval=config.stream_interval,
         guard=NanGuard(runner, model, switches, partial(_refusal, device, dtype, keys)),

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+PROCESSORS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,19 @@ def usable_processors(cgroup: Path = CGROUP) -> int:
     return max(1, min(logical, quota // period))
 
 
-def usable_cores(cgroup: Path = CGROUP) -> int:
+def usable_cores(cgroup: Path = CGROUP, processors: Path = PROCESSORS) -> int:
     """Physical cores among them, at least 1.
 
     Two threads on one core, or more threads than a container's share, slow a matmul down.
     """
-    logical = usable_processors(cgroup)
-    return min(logical, psutil.cpu_count(logical=False) or logical)
+    cores = {_core(processors / f"cpu{number}", number) for number in os.sched_getaffinity(0)}
+    return min(usable_processors(cgroup), len(cores))
+
+
+def _core(processor: Path, number: int) -> str:
+    """Names the logical processors that are one core with this one."""
+    siblings = processor / "topology" / "thread_siblings_list"
+    return siblings.read_text().strip() if siblings.is_file() else str(number)
 
 
 def _first_number(path: Path) -> int | None:
