@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 from tests.cli.conftest import Run
 from tests.formats.folders import matrix, write_folder
+from tests.house.source import ROOT
+from tetrad.data import embedded_model
 from tetrad.formats.checkpoint import Checkpoint
 
 
@@ -99,3 +103,22 @@ def test_a_gpu_writes_the_same_bytes(tetrad: Run, source: Path, tmp_path: Path):
         assert tetrad(*arguments)[0] == 0
     files = [tmp_path / device / "model.safetensors" for device in ("cpu", "cuda")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_example_of_the_readme_runs(tetrad: Run, tmp_path: Path):
+    """Unpacks the embedded model and packs it again: the same numbers but for bf16's rounding."""
+    readme = (ROOT / "README.md").read_text()
+    begin = readme.index("python examples/abacus/unpack.py")
+    lines = readme[begin : readme.index("```", begin)].splitlines()
+    unpack, quantize, chat = [line.replace("out/", f"{tmp_path}/").split() for line in lines]
+    subprocess.run([sys.executable, *unpack[1:]], cwd=ROOT, check=True)
+    assert tetrad(*quantize[1:])[0] == 0
+    assert chat[:4] == ["tetrad", "chat", "--model", quantize[-1]]
+    before, after = Checkpoint.open(embedded_model()), Checkpoint.open(tmp_path / "nvfp4")
+    assert before.names == after.names
+    for layer in (1, 6):
+        module, shape = f"model.layers.{layer}.mlp.experts.3.up_proj", (64, 256)
+        was, now = (one.linear(module, shape) for one in (before, after))
+        assert now.format_name == "nvfp4"
+        difference = was.dequantize(torch.float32) - now.dequantize(torch.float32)
+        assert difference.norm() < 0.01 * was.dequantize(torch.float32).norm()
