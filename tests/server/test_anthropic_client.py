@@ -9,6 +9,7 @@ import anthropic
 import pytest
 
 from tests.server.fake_engine import FakeEngine, saying
+from tests.server.sdk import REASON_TEXT_CALL, exhaust, script
 from tetrad.server.text import Tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "What is 3+5?"}]
@@ -18,10 +19,6 @@ TOOLS: Any = [
         "input_schema": {"type": "object", "properties": {"expression": {"type": "string"}}},
     }
 ]
-ANSWER = (
-    "use it</think>Well.<tool_call>calculator"
-    "<arg_key>expression</arg_key><arg_value>é+5</arg_value></tool_call>"
-)
 
 
 @pytest.fixture
@@ -33,19 +30,10 @@ async def sdk(address: str, engine: FakeEngine) -> AsyncIterator[anthropic.Async
         yield sdk
 
 
-def script(engine: FakeEngine, tokenizer: Tokenizer, text: str) -> None:
-    engine.script = saying(tokenizer.encode(text, add_special_tokens=False))
-
-
-async def exhaust(events: AsyncIterator[Any]) -> None:
-    async for _ in events:
-        pass
-
-
 async def test_a_message_whole_and_streamed(
     sdk: anthropic.AsyncAnthropic, engine: FakeEngine, tokenizer: Tokenizer
 ):
-    script(engine, tokenizer, ANSWER)
+    script(engine, tokenizer, REASON_TEXT_CALL)
     fields: Any = {"model": "abacus", "max_tokens": 99, "messages": MESSAGES, "tools": TOOLS}
     whole = await sdk.messages.create(**fields)
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
@@ -69,7 +57,7 @@ async def test_a_conversation_goes_on(
     sdk: anthropic.AsyncAnthropic, engine: FakeEngine, tokenizer: Tokenizer
 ):
     """What the client got is what it sends back."""
-    script(engine, tokenizer, ANSWER)
+    script(engine, tokenizer, REASON_TEXT_CALL)
     first = await sdk.messages.create(model="abacus", max_tokens=99, messages=MESSAGES, tools=TOOLS)
     call = first.content[-1]
     assert call.type == "tool_use"

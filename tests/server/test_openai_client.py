@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.server.fake_engine import FakeEngine, saying
+from tests.server.sdk import exhaust, openai_sdk, script
 from tetrad.server.text import Tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "What is 3+5?"}]
@@ -25,19 +26,8 @@ TOOLS: Any = [
 
 @pytest.fixture
 async def sdk(address: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=30
-    ) as sdk:
+    async with openai_sdk(address) as sdk:
         yield sdk
-
-
-def script(engine: FakeEngine, tokenizer: Tokenizer, text: str) -> None:
-    engine.script = saying(tokenizer.encode(text, add_special_tokens=False))
-
-
-async def exhaust(chunks: AsyncIterator[Any]) -> None:
-    async for _ in chunks:
-        pass
 
 
 async def test_models(sdk: openai.AsyncOpenAI):

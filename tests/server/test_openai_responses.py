@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.fake_engine import FakeEngine, saying
+from tests.server.fake_engine import FakeEngine
+from tests.server.sdk import REASON_TEXT_CALL, openai_sdk, script
 from tetrad.server.text import Tokenizer
 
 TOOLS: Any = [
@@ -19,29 +20,19 @@ TOOLS: Any = [
         "strict": False,
     }
 ]
-ANSWER = (
-    "use it</think>Well.<tool_call>calculator"
-    "<arg_key>expression</arg_key><arg_value>é+5</arg_value></tool_call>"
-)
 
 
 @pytest.fixture
 async def sdk(address: str, engine: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
     engine.info["context_length"] = 1000
-    async with openai.AsyncOpenAI(
-        base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=30
-    ) as sdk:
+    async with openai_sdk(address) as sdk:
         yield sdk
-
-
-def script(engine: FakeEngine, tokenizer: Tokenizer, text: str) -> None:
-    engine.script = saying(tokenizer.encode(text, add_special_tokens=False))
 
 
 async def test_a_response_whole_and_streamed(
     sdk: openai.AsyncOpenAI, engine: FakeEngine, tokenizer: Tokenizer
 ):
-    script(engine, tokenizer, ANSWER)
+    script(engine, tokenizer, REASON_TEXT_CALL)
     fields: Any = {"model": "abacus", "input": "What is 3+5?", "tools": TOOLS}
     whole = await sdk.responses.create(**fields)
     assert whole.output_text == "Well."
@@ -68,7 +59,7 @@ async def test_a_conversation_goes_on_both_ways(
     sdk: openai.AsyncOpenAI, engine: FakeEngine, tokenizer: Tokenizer
 ):
     """By what the client sends back, and by what the server has kept."""
-    script(engine, tokenizer, ANSWER)
+    script(engine, tokenizer, REASON_TEXT_CALL)
     first = await sdk.responses.create(model="abacus", input="What is 3+5?", tools=TOOLS)
     call = first.output[-1]
     assert call.type == "function_call"

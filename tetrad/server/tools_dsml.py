@@ -15,12 +15,9 @@ certain once its name is whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
 
-from tetrad.server.markers import held_suffix
-from tetrad.server.tool_events import Event, ToolParser, new_call_id
-from tetrad.server.tool_schema import quoted
+from tetrad.server.tool_arguments import ArgumentsParser
+from tetrad.server.tool_events import Event
 
 _D = "\uff5cDSML\uff5c"
 OPEN, CLOSE = f"<{_D}function_calls>", f"</{_D}function_calls>"
@@ -35,21 +32,12 @@ _MAX_TAG_CHARACTERS = 600
 """A longer one is no tag: what waits undecided stays small."""
 
 
-class DsmlParser(ToolParser):
+class DsmlParser(ArgumentsParser):
     """Format deepseekv32."""
 
     open = OPEN
     markers = (OPEN, CLOSE, INVOKE, INVOKE_CLOSE, PARAMETER, PARAMETER_CLOSE)
-
-    def __init__(
-        self, tools: Sequence[dict[str, Any]], call_id: Callable[[], str] = new_call_id
-    ) -> None:
-        super().__init__(tools, call_id)
-        self._key = ""
-
-    def _broke_off(self, events: list[Event]) -> None:
-        if self._state == self._string_value:
-            self._arguments(events, quoted(self._buffer)[1:-1])
+    ends = (PARAMETER_CLOSE,)
 
     def _first(self, events: list[Event]) -> bool:
         """Between calls."""
@@ -85,30 +73,11 @@ class DsmlParser(ToolParser):
             return found and self._give_up(events)
         self._buffer = text[found.end() :]
         self._key = found[1]
-        is_text = found[2] == "true"
-        self._begin_argument(events, self._key, '"' if is_text else "")
-        self._state = self._string_value if is_text else self._json_value
+        self._begin_value(events, is_text=found[2] == "true")
         return True
 
-    def _string_value(self, events: list[Event]) -> bool:
-        at = self._buffer.find(PARAMETER_CLOSE)
-        if at < 0:
-            held = held_suffix(self._buffer, (PARAMETER_CLOSE,))
-            self._arguments(events, quoted(self._take(len(self._buffer) - held))[1:-1])
-            return False
-        self._arguments(events, quoted(self._take(at))[1:-1] + '"')
-        return self._end_value()
-
-    def _json_value(self, events: list[Event]) -> bool:
-        at = self._buffer.find(PARAMETER_CLOSE, self._scanned)
-        if at < 0:
-            self._scanned = len(self._buffer) - held_suffix(self._buffer, (PARAMETER_CLOSE,))
-            return False
-        self._arguments(events, self._as_json(self._take(at), self._key))
-        return self._end_value()
-
-    def _end_value(self) -> bool:
-        self._take(len(PARAMETER_CLOSE))
+    def _end_value(self, _events: list[Event], marker: str) -> bool:
+        self._take(len(marker))
         self._state = self._between_parameters
         return True
 

@@ -8,12 +8,9 @@ the markers, later ones none; both are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from tetrad.server.markers import first_marker, held_suffix
-from tetrad.server.tool_events import Event, ToolParser, new_call_id
-from tetrad.server.tool_schema import quoted
+from tetrad.server.tool_arguments import ArgumentsParser
+from tetrad.server.tool_events import Event
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY_OPEN, KEY_CLOSE = "<arg_key>", "</arg_key>"
@@ -23,21 +20,12 @@ _MAX_KEY_CHARACTERS = 512
 """A longer one is not a key: what waits undecided stays small."""
 
 
-class GlmParser(ToolParser):
+class GlmParser(ArgumentsParser):
     """Formats glm45 and glm47."""
 
     open = OPEN
     markers = (OPEN, CLOSE, KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE)
-
-    def __init__(
-        self, tools: Sequence[dict[str, Any]], call_id: Callable[[], str] = new_call_id
-    ) -> None:
-        super().__init__(tools, call_id)
-        self._key = ""
-
-    def _broke_off(self, events: list[Event]) -> None:
-        if self._state == self._string_value:
-            self._arguments(events, quoted(self._buffer)[1:-1])
+    ends = (VALUE_CLOSE, CLOSE)
 
     def _first(self, events: list[Event]) -> bool:
         """Name of the function, up to the first argument or the end of a call without any."""
@@ -70,35 +58,11 @@ class GlmParser(ToolParser):
             return self._give_up(events)
         self._key = key.strip()
         self._raw += self._take(at + len(marker))
-        self._begin_value(events)
-        return True
-
-    def _begin_value(self, events: list[Event]) -> None:
         if not self._announced:
             self._announce(events)
         is_text = self._kinds(self._key) == {"string"} and not self._choices(self._key)
-        self._begin_argument(events, self._key, '"' if is_text else "")
-        self._state = self._string_value if is_text else self._json_value
-
-    def _string_value(self, events: list[Event]) -> bool:
-        found = first_marker(self._buffer, (VALUE_CLOSE, CLOSE))
-        if found is None:
-            held = held_suffix(self._buffer, (VALUE_CLOSE, CLOSE))
-            self._arguments(events, quoted(self._take(len(self._buffer) - held))[1:-1])
-            return False
-        at, marker = found
-        self._arguments(events, quoted(self._take(at))[1:-1] + '"')
-        return self._end_value(events, marker)
-
-    def _json_value(self, events: list[Event]) -> bool:
-        """Numbers, objects and so on: only the whole value shows whether it is JSON."""
-        found = first_marker(self._buffer, (VALUE_CLOSE, CLOSE), self._scanned)
-        if found is None:
-            self._scanned = len(self._buffer) - held_suffix(self._buffer, (VALUE_CLOSE, CLOSE))
-            return False
-        at, marker = found
-        self._arguments(events, self._as_json(self._take(at), self._key))
-        return self._end_value(events, marker)
+        self._begin_value(events, is_text=is_text)
+        return True
 
     def _end_value(self, events: list[Event], marker: str) -> bool:
         """A call may end inside a value: the value's own end is then understood."""
