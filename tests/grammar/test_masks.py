@@ -18,6 +18,7 @@ from tetrad.grammar import masks as masks_module
 from tetrad.grammar.compiler import Compiled, Compiler, Refused
 from tetrad.grammar.layout import ALLOWED, DEAD_END, ENDED, GIVEN_UP, REJECTED, mask_words
 from tetrad.grammar.masks import MaskMaker
+from tetrad.grammar.vocabulary import ends_line_first, ends_line_last, has_blank_line
 from tetrad.grammar.wire import MAX_MESSAGE_BYTES
 
 WORDS = ["red", "reddish", "green tea", "grün", "rot\n", "0"]
@@ -273,3 +274,34 @@ def test_white_space_does_not_go_on_for_ever(
         assert bool(row_of(maker, 0) & blanks) == (count < 8)
         assert row_of(maker, 0) & {vocabulary.index(b'"')}
         assert row_of(maker, 1) & blanks
+
+
+def test_json_has_no_blank_lines(compiled: Compile, maker: MaskMaker, vocabulary: list[bytes]):
+    """It may be indented: one line end between two signs, and then no other before the next."""
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    grammar, free = compiled("json_schema", schema), compiled("regex", r"\{[ \n]*x")
+    assert isinstance(grammar, Compiled)
+    assert isinstance(free, Compiled)
+    breaks = {i for i, token in enumerate(vocabulary) if b"\n" in token}
+    brace, line, space = (vocabulary.index(sign) for sign in (b"{", b"\n", b" "))
+    number, other = maker.open(grammar), maker.open(free)
+    for last, may_break in ((brace, True), (space, True), (line, False), (space, False)):
+        assert maker.fill([(number, [last]), (other, [last])]) == [ALLOWED] * 2
+        allowed = row_of(maker, 0)
+        assert bool(allowed & breaks) == may_break
+        assert {vocabulary.index(b'"'), space} <= allowed
+        assert row_of(maker, 1) & breaks
+    for sign in (b'"', b"a", b'"', b":"):
+        maker.fill([(number, [vocabulary.index(sign)])])
+    assert row_of(maker, 0) & breaks
+
+
+def test_where_lines_end_in_a_token():
+    texts = [b"\n", b"\r\n", b" \n ", b"{\n ", b"\n}", b",\n\n", b'\n \n"', b"\r\r", b" ", b"a\nb"]
+    assert [has_blank_line(t) for t in texts] == [t in texts[5:8] for t in texts]
+    assert [ends_line_first(t) for t in texts] == [
+        t in (*texts[:3], *texts[4:5], *texts[6:8]) for t in texts
+    ]
+    assert [ends_line_last(t) for t in texts] == [
+        t in (*texts[:4], *texts[5:6], *texts[7:8]) for t in texts
+    ]

@@ -27,13 +27,18 @@ from tetrad.grammar.layout import (
     REJECTED,
     mask_words,
 )
-from tetrad.grammar.vocabulary import breaks_json
+from tetrad.grammar.vocabulary import (
+    BLANKS,
+    breaks_json,
+    ends_line_first,
+    ends_line_last,
+    has_blank_line,
+)
 from tetrad.grammar.wire import receive, send
 
 MAX_BLANKS = 8
 """Tokens of nothing but white space in a row. JSON allows it without end between any two signs, and
 some models then write nothing else."""
-BLANKS = b" \t\n\r"
 
 
 @dataclass
@@ -44,6 +49,8 @@ class Follower:
     is_json: bool
     num_blanks: int = 0
     """Of its last tokens, those of nothing but white space."""
+    is_new_line: bool = False
+    """Is there a line end behind its last sign?"""
 
 
 class Followers:
@@ -62,7 +69,14 @@ class Followers:
         vocabulary = info.decoded_vocab
         self._is_blank = [bool(token) and not token.strip(BLANKS) for token in vocabulary]
         self._not_blank = _bits([not blank for blank in self._is_blank], info.vocab_size)
-        self._in_json = _bits([not breaks_json(token) for token in vocabulary], info.vocab_size)
+        self._in_json = _bits(
+            [not breaks_json(token) and not has_blank_line(token) for token in vocabulary],
+            info.vocab_size,
+        )
+        self._same_line = _bits(
+            [not ends_line_first(token) for token in vocabulary], info.vocab_size
+        )
+        self._ends_line = [ends_line_last(token) for token in vocabulary]
 
     def obey(
         self, message: list[Any], descriptors: list[int], tell: Callable[[list[Any]], None]
@@ -106,6 +120,8 @@ class Followers:
         follower.matcher.fill_next_token_bitmask(mask, 0)
         if follower.is_json:
             mask &= self._in_json
+            if follower.is_new_line:
+                mask &= self._same_line  # blank lines are all that some models would write
         if follower.num_blanks >= MAX_BLANKS and (signs := mask & self._not_blank).any():
             mask[:] = signs
         return ALLOWED if mask.any() else DEAD_END
@@ -117,6 +133,8 @@ class Followers:
                 return False
             is_blank = self._is_blank[token_id]
             follower.num_blanks = follower.num_blanks + 1 if is_blank else 0
+            was_new_line = is_blank and follower.is_new_line
+            follower.is_new_line = was_new_line or self._ends_line[token_id]
         return True
 
     def _work_for(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,26 @@ def breaks_json(token: bytes) -> bool:
     two signs, where it is not needed. xgrammar lets all of them into a string with a minLength or
     maxLength."""
     return any(byte < 0x20 and byte not in b"\n\r" for byte in token)
+
+
+BLANKS = b" \t\n\r"
+_LINE_ENDS = re.compile(rb"[\r\n]")
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n|\r[ \t]*\r")
+
+
+def has_blank_line(token: bytes) -> bool:
+    """Do two line ends stand in it with nothing but white space between?"""
+    return _BLANK_LINE.search(token) is not None
+
+
+def ends_line_first(token: bytes) -> bool:
+    """Is there a line end before its first sign?"""
+    return _LINE_ENDS.search(token, 0, len(token) - len(token.lstrip(BLANKS))) is not None
+
+
+def ends_line_last(token: bytes) -> bool:
+    """Is there one behind its last sign?"""
+    return _LINE_ENDS.search(token, len(token.rstrip(BLANKS))) is not None
 
 
 def read_vocabulary(source: VocabularySource) -> list[bytes]:
