@@ -15,7 +15,7 @@ from pydantic import Field, conint, constr
 
 from tests.grammar.test_trial import EVERYDAY, VOCABULARIES
 from tetrad.grammar.compiling import RefusedError, compile_grammar
-from tetrad.grammar.schemas import UnenforcedError, enforced, enforced_tag
+from tetrad.grammar.schemas import NEVER_EMPTY, UnenforcedError, enforced, enforced_tag
 
 INFO = VOCABULARIES["abacus"]
 INTEGER: dict[str, Any] = {"type": "integer"}
@@ -208,6 +208,14 @@ def test_a_discriminator_is_required():
     assert not matches(schema, '{"a": 1}')
     with pytest.raises(UnenforcedError, match="oneOf"):
         enforced({"oneOf": parts})
+
+
+def test_a_format_that_is_never_empty_may_say_so():
+    """As pydantic's AnyUrl does."""
+    for name in NEVER_EMPTY:
+        assert enforced(STRING | {"format": name, "minLength": 1}) == STRING | {"format": name}
+    with pytest.raises(UnenforcedError, match="`minLength` beside `format`"):
+        enforced(STRING | {"format": "uri", "minLength": 2})
 
 
 def test_a_pattern_goes_before_a_format():

@@ -55,6 +55,8 @@ NEVER = {
 """Keyword → what works instead."""
 IGNORED_FORMATS = frozenset(("idn-email", "idn-hostname", "iri", "iri-reference", "regex"))
 """The standard's that xgrammar does not know. Names that are not the standard's mean nothing."""
+NEVER_EMPTY = frozenset(("date", "date-time", "email", "hostname", "uri", "uuid"))
+"""Formats with which a least length of 1 says nothing more, as some libraries say it."""
 LOOKAROUND = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(\(\?<?[=!])", re.DOTALL)
 
 
@@ -157,7 +159,8 @@ class _Check:
         if "object" in kinds:
             self._check_object()
         if "array" in kinds and self._schema.get("uniqueItems"):
-            self._refuse("`uniqueItems`", "`enum`, or a check of the answer, works")
+            works = "a plain array (`list`, where Python's `set` was), checked when it comes, works"
+            self._refuse("`uniqueItems`", works)
         if "string" in kinds:
             self._check_string()
         if "number" in kinds:
@@ -259,6 +262,8 @@ class _Check:
 
     def _check_string(self) -> None:
         schema = self._schema
+        if schema.get("format") in NEVER_EMPTY and schema.get("minLength") == 1:
+            del schema["minLength"]
         lengths = [name for name in ("minLength", "maxLength") if name in schema]
         if "pattern" in schema:
             schema.pop("format", None)
