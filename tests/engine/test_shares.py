@@ -2,74 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.engine.fakes import make_request
+from tests.engine.fakes import (
+    FakeRunner,
+    expected_output,
+    make_limits,
+    make_request,
+    make_scheduler,
+)
 from tetrad.core.messages import EngineStats, StepOutputs
-from tetrad.core.request import Finish, RequestOutput, TokenLogprob
+from tetrad.core.request import RequestOutput
+from tetrad.engine.engine import Engine
+from tetrad.engine.gains import StepGain
 from tetrad.engine.shares import Shares
 from tetrad.engine.wire import decode, encode, plain_tokens
 
 STATS = EngineStats()
-PLAIN: dict[str, Any] = {"prompt_tokens": 9, "cached_tokens": 3, "num_preemptions": 1}
-FIRST = RequestOutput("a", (1,), queue_s=0.5, **PLAIN)
-
-
-def begun(*rids: str, worker: int = 0) -> Shares:
-    shares = Shares()
-    for number, rid in enumerate(rids, 7):
-        shares.begin(replace(make_request(rid, 9), number=number), worker)
-    return shares
-
-
-def sent(shares: Shares, outputs: list[RequestOutput]) -> StepOutputs:
-    ((_, message),) = shares.messages(outputs, {0}, STATS)
-    received = decode(encode(message))
-    assert isinstance(received, StepOutputs)
-    return received
-
-
-def test_a_token_of_which_all_else_is_known_is_a_number():
-    shares = begun("a", "b")
-    first = [FIRST, RequestOutput("b", (2,), **PLAIN)]
-    assert sent(shares, first) == StepOutputs(first, STATS)
-    message = sent(shares, [RequestOutput("b", (2**31 - 1,), **PLAIN)])
-    assert message.outputs == []
-    assert list(plain_tokens(message)) == [(8, 2**31 - 1)]
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        RequestOutput("a", (2,), finish=Finish("length"), **PLAIN),
-        RequestOutput("a", (2, 3), **PLAIN),
-        RequestOutput("a", (), **PLAIN),
-        RequestOutput("a", (2,), (TokenLogprob(2, -1.0),), **PLAIN),
-        RequestOutput("a", (2,), **PLAIN | {"num_preemptions": 2}),
-        RequestOutput("a", (2,), **PLAIN | {"cached_tokens": 4}),
-        RequestOutput("a", (2,), queue_s=0.1, **PLAIN),
-        RequestOutput("stranger", (2,), **PLAIN),
-    ],
-    ids=str,
-)
-def test_what_is_more_travels_in_full(output: RequestOutput):
-    shares = begun("a")
-    sent(shares, [FIRST])
-    assert sent(shares, [output]) == StepOutputs([output], STATS)
-
-
-def test_nothing_overtakes_what_is_told_in_full():
-    """Of one request in one message: columns are read first."""
-    shares = begun("a")
-    second = RequestOutput("a", (2,), **PLAIN)
-    assert sent(shares, [FIRST, second]).outputs == [FIRST, second]
-    message = sent(shares, [second, RequestOutput("a", (3,), finish=Finish("length"), **PLAIN)])
-    assert list(plain_tokens(message)) == [(7, 2)]
-    assert [output.token_ids for output in message.outputs] == [(3,)]
+WAYS = [{}, {"continuous_steps": 5}, {"overlap": False, "stream_interval": 3}]
 
 
 def test_columns_that_do_not_fit_are_no_message():
@@ -77,27 +30,60 @@ def test_columns_that_do_not_fit_are_no_message():
         plain_tokens(StepOutputs([], STATS, bytes(4), bytes(8)))
 
 
-def test_whatever_the_steps_each_request_gets_its_tokens_in_order():
-    """Random steps of requests of two API processes, several outputs of one in a message."""
-    drawn = random.Random(1)
+def test_each_gets_its_own_and_all_get_the_figures():
     shares = Shares()
-    owners = {"a": 0, "b": 1, "c": 1}
-    for number, (rid, worker) in enumerate(owners.items()):
-        shares.begin(replace(make_request(rid, 9), number=number), worker)
-    expected: dict[str, list[int]] = {rid: [] for rid in owners}
-    got: dict[str, list[int]] = {rid: [] for rid in owners}
-    for step in range(200):
-        outputs = []
-        for rid in drawn.choices(list(owners), k=drawn.randrange(5)):
-            tokens = tuple(drawn.randrange(1000) for _ in range(drawn.choice((1, 1, 1, 1, 2))))
-            expected[rid] += tokens
-            outputs.append(RequestOutput(rid, tokens, prompt_tokens=9, num_preemptions=step // 50))
-        for worker, message in shares.messages(outputs, {0, 1}, STATS):
-            for number, token in plain_tokens(message):
-                rid = list(owners)[number]
-                assert owners[rid] == worker
-                got[rid].append(token)
-            for output in message.outputs:
-                assert owners[output.rid] == worker
-                got[output.rid] += output.token_ids
-    assert got == expected
+    shares.begin(replace(make_request("a"), worker=1))
+    output = RequestOutput("a", (1,))
+    numbers, token_ids = np.array([2**32 - 1, 7, 8]), np.array([2**31 - 1, 4, 5])
+    gain = StepGain([output], token_ids, numbers, np.array([0, 2, 0]))
+    messages = dict(shares.messages(gain, {0, 1, 2}, STATS))
+    assert [messages[worker].outputs for worker in range(3)] == [[], [output], []]
+    columns = [list(plain_tokens(messages[worker])) for worker in range(3)]
+    assert columns == [[(2**32 - 1, 2**31 - 1), (8, 5)], [], [(7, 4)]]
+    assert all(message.stats == STATS for message in messages.values())
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_whatever_the_steps_each_request_gets_its_tokens_in_order(how: dict[str, int]):
+    """Requests of two API processes, some preempted on the way. What a token in a column does not
+    say is as it was told before."""
+    scheduler = make_scheduler(make_limits(9, running=6, step=96))
+    engine = Engine(scheduler, FakeRunner(9), **how)  # type: ignore[arg-type]
+    shares = Shares()
+    wanted = {}
+    for number in range(8):
+        seed = number % 3
+        penalty = 1.2 if number == 5 else 1.0
+        request = make_request(
+            f"r{number}", 20 + number, 90, seed=seed, repetition_penalty=penalty, ignore_eos=False
+        )
+        request = wanted[number] = replace(request, number=number, worker=number % 2)
+        engine.add(request)
+        shares.begin(request)
+    got: dict[int, list[int]] = {number: [] for number in wanted}
+    told: dict[int, int] = {}
+    num_plain = 0
+    while engine.has_work:
+        gains = engine.step()
+        if scheduler.counters.generated_tokens > 60 and not scheduler.counters.preemptions:
+            scheduler._preempt_last()
+            scheduler.counters.preemptions += 1
+        for gain in gains.steps:
+            for worker, sent in shares.messages(gain, {0, 1}, STATS):
+                message = decode(encode(sent))
+                assert isinstance(message, StepOutputs)
+                for number, token in plain_tokens(message):
+                    assert (number % 2, number in told) == (worker, True)
+                    got[number].append(token)
+                    num_plain += 1
+                for output in message.outputs:
+                    number = int(output.rid[1:])
+                    assert number % 2 == worker
+                    got[number] += output.token_ids
+                    told[number] = output.num_preemptions
+    for number, request in wanted.items():
+        assert got[number] == expected_output(request, number % 3)
+    assert scheduler.counters.preemptions >= 1
+    assert max(told.values()) >= 1
+    assert (num_plain > 100) == ("stream_interval" not in how)
+    assert shares.of(0) == shares.of(1) == []

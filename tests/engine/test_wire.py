@@ -13,7 +13,7 @@ OUTPUT = RequestOutput(
     "a", (5,), (TokenLogprob(5, -0.25, ((5, -0.25), (1, -2.0))),), Finish("stop", 5), 10, 3, 1
 )
 EXAMPLES: list[m.Message] = [
-    m.AddRequests([Request("a", (1, 2, 3), SAMPLING)], 3),
+    m.AddRequests([Request("a", (1, 2, 3), SAMPLING, worker=3)]),
     m.AbortRequests(["a", "b"]),
     m.Call(7, "state", 3),
     m.WorkerJoined(3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -145,7 +145,7 @@ async def test_requests_of_a_worker_that_is_gone_are_freed_and_others_go_on(shar
     await until(lambda: shared.second.stats.waiting_requests)
     shared.first.remove_worker(1)
     # It had sent this before it died.
-    shared.first._send(AddRequests([make_request("1.99.late", 5, 500)], 1))
+    shared.first._send(AddRequests([replace(make_request("1.99.late", 5, 500), worker=1)]))
     outputs = await stays
     assert [t for o in outputs for t in o.token_ids] == expected_output(request, 7)
     state = await shared.first.state()

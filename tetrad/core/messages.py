@@ -24,7 +24,6 @@ class AddRequests:
     """API → engine: start these. A rid is never used again, by no worker."""
 
     requests: list[Request]
-    worker: int = FIRST_WORKER
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from tetrad.core.step import PAGE_TOKENS, SequenceWork
 
 Ints = npt.NDArray[np.int64]
 PageTable = npt.NDArray[np.int32]
+Objects = npt.NDArray[np.object_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +27,7 @@ class Decodes:
     """D sequences that compute one token each and sample by temperature, top-k, top-p and min-p
     alone: no penalty, no bias, no grammar, no log-probabilities."""
 
-    rids: npt.NDArray[np.object_]
+    rids: Objects
     """[D] str."""
     token_ids: Ints
     """[D]; pending ones are -1 - r, as in `SequenceWork`."""

@@ -93,6 +93,8 @@ class Request:
     """The rid that its client knows, where the engine has another."""
     number: int = 0
     """Its own among the live requests of its API process, below 2**32: short for the rid."""
+    worker: int = 0
+    """The API process that it came from, see `core/messages.py`."""
 
     @property
     def own_rid(self) -> str:

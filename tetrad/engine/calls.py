@@ -8,8 +8,8 @@ from typing import Any
 
 from tetrad.core.errors import UserError
 from tetrad.core.messages import Call, EngineStats, LogSettings, Message, Reply
-from tetrad.core.request import RequestOutput
 from tetrad.engine.engine import Engine
+from tetrad.engine.gains import Gains
 
 _log = logging.getLogger(__name__)
 
@@ -18,13 +18,13 @@ Answer = tuple[bool, str, dict[str, Any]]
 
 
 class Calls:
-    """Answers calls to one engine. `hand_out` takes outputs to their owners, `tell_all` a message
-    to every API process."""
+    """Answers calls to one engine. `hand_out` takes what requests get to their owners, `tell_all` a
+    message to every API process."""
 
     def __init__(
         self,
         engine: Engine,
-        hand_out: Callable[[list[RequestOutput]], None],
+        hand_out: Callable[[Gains], None],
         tell_all: Callable[[Message], None],
     ) -> None:
         self._engine = engine

@@ -15,6 +15,7 @@ from tetrad.core.messages import EngineStats
 from tetrad.core.plan import StepPlan, StepResult
 from tetrad.core.request import Finish, Request, RequestOutput
 from tetrad.engine.admission import Limits
+from tetrad.engine.gains import Gains, StepGain
 from tetrad.engine.grammars import Grammars, Masks
 from tetrad.engine.ledger import ABORTED
 from tetrad.engine.philox import derived_seed
@@ -162,7 +163,7 @@ class Engine:
         if self.grammars:
             self.grammars.forget(rid)
 
-    def end(self, rid: str | None) -> list[RequestOutput]:
+    def end(self, rid: str | None) -> Gains:
         """Abort requests by their rid or that of the HTTP request they came with, or all; returns
         what their clients are told, each once."""
         outputs = self.scheduler.end(rid)
@@ -170,9 +171,9 @@ class Engine:
             self.grammars.take(outputs)
             finish = Finish("abort", message=ABORTED)
             outputs += [RequestOutput(one, (), finish=finish) for one in self.grammars.end(rid)]
-        return self._stream.release(outputs)
+        return self._stream.release(Gains([StepGain(outputs)]))
 
-    def pause(self) -> list[RequestOutput]:
+    def pause(self) -> Gains:
         """Run no more steps; what those in flight gave."""
         self.is_paused = True
         return self._stream.release(self._take_in(0))
@@ -185,25 +186,25 @@ class Engine:
         """Take everybody's pages: they compute anew what they had, and give the same tokens."""
         self.scheduler.set_back()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> Gains:
         """Launch a step, or several, and take in those before; what that gave each request that got
         tokens or ended. Empty after a pause: the first tokens come with the next call."""
         if not self.has_work:
-            return []
-        outputs = self._take_in(0) if self.scheduler.needs_tokens else []
-        num_launched = self._launch(outputs)
+            return Gains()
+        gains = self._take_in(0) if self.scheduler.needs_tokens else Gains()
+        num_launched = self._launch(gains)
         self._setbacks.tell(self.scheduler.counters.preemptions)
-        outputs += self._take_in(num_launched if self._overlap else 0)
-        self._rate.count(len(outputs))
+        gains.steps += self._take_in(num_launched if self._overlap else 0).steps
+        self._rate.count(len(gains))
         self.profiler.stepped()
-        return self._stream.release(outputs)
+        return self._stream.release(gains)
 
-    def _launch(self, outputs: list[RequestOutput]) -> int:
+    def _launch(self, gains: Gains) -> int:
         """Plan and start steps; returns how many. None where requests only wait for tokens that are
-        on their way. What steps gave that had to be waited for is added to `outputs`."""
+        on their way. What steps gave that had to be waited for is added to `gains`."""
         plan, num_launched = self.scheduler.schedule(), 0
         while plan.num_rows:
-            self._in_flight.append(self._start(plan, outputs))
+            self._in_flight.append(self._start(plan, gains))
             num_launched += 1
             if num_launched == self._continuous_steps:
                 break
@@ -213,7 +214,7 @@ class Engine:
         self._num_steps += num_launched
         return num_launched
 
-    def _start(self, plan: StepPlan, outputs: list[RequestOutput]) -> Launched:
+    def _start(self, plan: StepPlan, gains: Gains) -> Launched:
         """Launch a step. What a grammar allows depends on the tokens of the steps before: they are
         waited for when the model is under way already."""
         grammars = self.grammars
@@ -221,26 +222,27 @@ class Engine:
             return self.runner.launch(plan)
 
         def masks() -> Masks | None:
-            outputs.extend(self._take_in(0))
+            gains.steps += self._take_in(0).steps
             found, failed = grammars.masks(plan)
             for rid, reason in failed.items():
                 self.abort(rid)
-                outputs.append(RequestOutput(rid, (), finish=Finish("error", message=reason)))
+                output = RequestOutput(rid, (), finish=Finish("error", message=reason))
+                gains.steps.append(StepGain([output]))
             return found
 
         return self.runner.launch(plan, masks)
 
-    def _take_in(self, num_left: int) -> list[RequestOutput]:
+    def _take_in(self, num_left: int) -> Gains:
         """Wait for the oldest steps, until `num_left` are in flight."""
-        outputs: list[RequestOutput] = []
+        gains = Gains()
         while len(self._in_flight) > num_left:
             result = self._in_flight.popleft().wait()
             self._cure(result)
             gained = self.scheduler.apply(result)
             if self.grammars:
-                self.grammars.take(gained)
-            outputs += gained
-        return outputs
+                self.grammars.take(gained.outputs)
+            gains.steps.append(gained)
+        return gains
 
     def _cure(self, result: StepResult) -> None:
         """Have requests whose logits were not finite computed again, if that may help."""

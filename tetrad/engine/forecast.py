@@ -119,11 +119,8 @@ class Forecast:
         most = np.maximum(rows.most_tokens.take(order) - tokens, 0)
         asked = rows.asked.take(order)
         pages = rows.num_pages.take(order)
-        expected = most.astype(np.float64)
-        if ends := np.flatnonzero(asked).tolist():
-            expected[ends] = self._expected(
-                asked[ends], (tokens - rows.num_prompt.take(order))[ends]
-            )
+        so_far = tokens - rows.num_prompt.take(order)
+        expected = np.where(asked > 0, self._expected(np.maximum(asked, 1), so_far), most)
         remaining = np.minimum(most, np.ceil(self._conservativeness * expected).astype(np.int64))
         return np.stack([remaining, tokens, pages, pages - rows.num_shared.take(order)])
 

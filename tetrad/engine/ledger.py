@@ -20,6 +20,7 @@ from tetrad.core.step import PAGE_TOKENS, SequenceWork
 from tetrad.engine.admission import Limits, check_request, end_ids
 from tetrad.engine.blocks import PagePool
 from tetrad.engine.forecast import Forecast, Outlook
+from tetrad.engine.gains import StepGain
 from tetrad.engine.line import WaitingLine
 from tetrad.engine.prefix import PrefixCache, extend_names
 from tetrad.engine.running import Running
@@ -122,18 +123,18 @@ class Ledger:
         while self.running:
             self._preempt_last()
 
-    def apply(self, result: StepResult) -> list[RequestOutput]:
-        """Take in the oldest step that is not applied; one output for each request that got a token
+    def apply(self, result: StepResult) -> StepGain:
+        """Take in the oldest step that is not applied: what that gave each request that got a token
         or ended. Requests that ended meanwhile are passed over."""
         step = self._planned.popleft()
         num_decodes = len(step.rows)
-        outputs = self._take_decodes(step, result.token_ids[:num_decodes])
+        gain = self._take_decodes(step, result.token_ids[:num_decodes])
         sampling = [(sequence, work) for sequence, work in step.works if work.sample]
         token_ids = result.token_ids[num_decodes:].tolist()
         for row, (sequence, work) in enumerate(sampling, num_decodes):
             token_id, logprob = token_ids[row - num_decodes], result.logprobs.get(row)
-            outputs += self._take(sequence, work.num_kv_tokens, work.pages, token_id, logprob)
-        return outputs
+            gain.outputs += self._take(sequence, work.num_kv_tokens, work.pages, token_id, logprob)
+        return gain
 
     def as_replay(self) -> StepPlan:
         """The oldest step that is not applied, as it can be computed again now: every token known.
@@ -203,33 +204,33 @@ class Ledger:
         self._refused = self._outlook = None
         self.waiting.put_back(sequence)
 
-    def _take_decodes(self, step: PlannedStep, token_ids: Ints) -> list[RequestOutput]:
+    def _take_decodes(self, step: PlannedStep, token_ids: Ints) -> StepGain:
         """One sampled token for each of a step's decodes. Only those are looked at singly of which
         something else is new, or whose row is another's by now."""
-        table, rows, starts = self.running.rows, step.rows, step.decodes.starts
+        table, rows = self.running.rows, step.rows
+        starts, sequences = step.decodes.starts, step.sequences
         is_usual = (table.serial.take(rows) == step.serials) & (token_ids >= 0)
-        outputs: list[RequestOutput] = []
+        gain = StepGain()
         if not is_usual.all():
             for index in np.flatnonzero(~is_usual).tolist():
-                sequence, pages = step.sequences[index], step.decodes.pages(index)
-                outputs += self._take(
-                    sequence, int(starts[index]) + 1, pages, int(token_ids[index]), None
-                )
+                read = int(starts[index]) + 1, step.decodes.pages(index)
+                gain.outputs += self._take(sequences[index], *read, int(token_ids[index]), None)
             rows, starts, token_ids = rows[is_usual], starts[is_usual], token_ids[is_usual]
+            sequences = sequences[is_usual]
         known = table.add_tokens(rows, token_ids)
         self.counters.generated_tokens += len(rows)
-        sequences = table.sequences.take(rows)
-        num_kv_tokens = starts + 1
         is_first = known == table.first_told.take(rows)
-        for index in np.flatnonzero(is_first | (num_kv_tokens % PAGE_TOKENS == 0)).tolist():
-            self._keep_full_pages(sequences[index], int(num_kv_tokens[index]))
-        may_end = self.running.may_end(token_ids) | (known >= table.most_tokens.take(rows))
-        for index in np.flatnonzero(is_first | may_end).tolist():
-            outputs.append(self._told(sequences[index], int(token_ids[index]), None))
-            sequences[index] = None
-        plain = zip(sequences.tolist(), token_ids.tolist(), strict=True)
-        outputs += [output_of(s, token_id, None) for s, token_id in plain if s]
-        return outputs
+        for index in np.flatnonzero(is_first | (starts % PAGE_TOKENS == PAGE_TOKENS - 1)).tolist():
+            self._keep_full_pages(sequences[index], int(starts[index]) + 1)
+        is_new = is_first | self.running.may_end(token_ids)
+        is_new |= known >= table.most_tokens.take(rows)
+        is_plain = ~is_new
+        gain.token_ids, gain.sequences = token_ids[is_plain], sequences[is_plain]
+        gain.numbers = table.number.take(rows)[is_plain]
+        gain.workers = table.worker.take(rows)[is_plain]
+        for index in np.flatnonzero(is_new).tolist():
+            gain.outputs.append(self._told(sequences[index], int(token_ids[index]), None))
+        return gain
 
     def _take(
         self,

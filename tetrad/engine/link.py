@@ -125,9 +125,15 @@ class EngineLink:
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
         stream = Stream(self._num_requests % NUMBERS, name, sink)
         self._streams[stream.number], self._numbers[name] = stream, stream.number
-        named = replace(request, rid=name, client_rid=request.rid, number=stream.number)
+        named = replace(
+            request,
+            rid=name,
+            client_rid=request.rid,
+            number=stream.number,
+            worker=self._worker,
+        )
         try:
-            await self._tell(AddRequests([named], self._worker))
+            await self._tell(AddRequests([named]))
         except BaseException:
             self._leave(stream)
             raise

@@ -36,9 +36,10 @@ from tetrad.core.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from tetrad.core.request import Request, RequestOutput
+from tetrad.core.request import Request
 from tetrad.engine.calls import Calls
 from tetrad.engine.engine import Engine
+from tetrad.engine.gains import Gains
 from tetrad.engine.outboxes import Outboxes
 from tetrad.engine.shares import Shares
 from tetrad.engine.wire import INBOX, address, decode
@@ -102,9 +103,9 @@ class EngineLoop:
             if not engine.can_step:
                 continue
             self._step_started_at = time.monotonic()
-            outputs = engine.step()
+            gains = engine.step()
             self._step_started_at = None
-            self._hand_out(outputs)
+            self._hand_out(gains)
 
     def _admit_ready(self, engine: Engine) -> None:
         """Let in who need not wait for a grammar any more."""
@@ -117,13 +118,15 @@ class EngineLoop:
         param = error.param if isinstance(error, RequestError) else None
         self._outboxes.send(worker, RequestRefused(rid, str(error), status, param))
 
-    def _hand_out(self, outputs: list[RequestOutput]) -> None:
-        """One message to each worker: what its requests got, and the figures that all show."""
-        if outputs:
+    def _hand_out(self, gains: Gains) -> None:
+        """Of a step one message to each worker: what its requests got, and the figures that all
+        show."""
+        if gains:
             assert self._engine is not None
             stats = self._engine.stats()
-            for worker, message in self._shares.messages(outputs, self._workers, stats):
-                self._outboxes.send(worker, message)
+            for step in gains.steps:
+                for worker, message in self._shares.messages(step, self._workers, stats):
+                    self._outboxes.send(worker, message)
 
     def _take_messages(self, engine: Engine) -> bool:
         """Handle what has come; sleeps until something comes if there is nothing to do. False at
@@ -143,9 +146,9 @@ class EngineLoop:
 
     def _handle(self, engine: Engine, message: Message) -> None:
         match message:
-            case AddRequests(requests, worker):
+            case AddRequests(requests):
                 for request in requests:
-                    self._add(engine, request, worker)
+                    self._add(engine, request)
             case AbortRequests(rids):
                 self._abort(engine, rids)
             case Call():
@@ -158,15 +161,15 @@ class EngineLoop:
             case _:
                 raise ValueError(f"the engine does not take {type(message).__name__}")
 
-    def _add(self, engine: Engine, request: Request, worker: int) -> None:
-        if worker not in self._workers:
+    def _add(self, engine: Engine, request: Request) -> None:
+        if request.worker not in self._workers:
             return  # it was under way when its worker died
         try:
             engine.add(request)
         except (RequestError, CapacityError) as error:
-            self._refuse(request.rid, error, worker)
+            self._refuse(request.rid, error, request.worker)
         else:
-            self._shares.begin(request, worker)
+            self._shares.begin(request)
 
     def _abort(self, engine: Engine, rids: Iterable[str]) -> None:
         for rid in rids:

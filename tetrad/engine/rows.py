@@ -22,7 +22,7 @@ class Rows:
     written with one assignment."""
 
     def __init__(self, num_rows: int) -> None:
-        self.numbers: Ints = np.zeros((11, num_rows), np.int64)
+        self.numbers: Ints = np.zeros((13, num_rows), np.int64)
         (
             *(self.known, self.pending, self.computed),  # as in `Sequence.counts`
             self.num_prompt,
@@ -33,6 +33,8 @@ class Rows:
             self.top_k,
             self.first_told,  # known tokens when it is told of the first since it runs
             self.serial,  # of this stay: no other has the same
+            self.number,  # of its request
+            self.worker,
         ) = self.numbers
         self.num_pages: Ints = np.zeros(num_rows, np.int64)
         self.sampled_row: Ints = np.zeros(num_rows, np.int64)
@@ -63,6 +65,8 @@ class Rows:
             top_k,
             sequence.num_known + 1,
             self._num_stays,
+            sequence.request.number,
+            sequence.request.worker,
         )
         self.rules[:, row] = rules
         self.seeds[row] = sequence.seed & SEED_MASK

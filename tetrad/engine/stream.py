@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from msgspec.structs import replace
 
 from tetrad.core.request import RequestOutput
+from tetrad.engine.gains import Gains, StepGain
 
 
 class StreamInterval:
@@ -18,12 +17,12 @@ class StreamInterval:
         self._held: dict[str, RequestOutput | None] = {}
         """Of each request whose first token is out: what is held."""
 
-    def release(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-        """What is due, now that `outputs` came."""
+    def release(self, gains: Gains) -> Gains:
+        """What is due, now that `gains` came."""
         if self._num_tokens == 1:
-            return list(outputs)
-        due = []
-        for output in outputs:
+            return gains
+        due: list[RequestOutput] = []
+        for output in gains:
             is_first = output.rid not in self._held
             whole = _joined(self._held.get(output.rid), output)
             if output.finish:
@@ -34,7 +33,7 @@ class StreamInterval:
                 due.append(whole)
             else:
                 self._held[output.rid] = whole
-        return due
+        return Gains([StepGain(due)])
 
     def forget(self, rid: str) -> None:
         """Drop what is held of a request that was aborted."""

@@ -6,22 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from tetrad.core.plan import NO_DECODES, Decodes, Ints, StepPlan
+from tetrad.core.plan import NO_DECODES, Decodes, Ints, Objects, StepPlan
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.core.step import SampleWork, SequenceWork
 from tetrad.engine.rows import Rows
 from tetrad.engine.sequence import Sequence
-
-Sequences = npt.NDArray[np.object_]
 
 
 def _no_rows() -> Ints:
     return np.empty(0, np.int64)
 
 
-def _nobody() -> Sequences:
+def _nobody() -> Objects:
     return np.empty(0, np.object_)
 
 
@@ -33,7 +30,7 @@ class PlannedStep:
     rows: Ints = field(default_factory=_no_rows)
     serials: Ints = field(default_factory=_no_rows)
     """Of the stays in those rows: by now others may have them."""
-    sequences: Sequences = field(default_factory=_nobody)
+    sequences: Objects = field(default_factory=_nobody)
     works: list[tuple[Sequence, SequenceWork]] = field(default_factory=list)
     """What goes on, then newcomers."""
 

@@ -1,0 +1,60 @@
+"""What steps gave: most of it plain tokens, in columns, and few outputs with more to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tetrad.core.plan import Ints, Objects
+from tetrad.core.request import RequestOutput
+from tetrad.engine.work import output_of
+
+
+def _none() -> Ints:
+    return np.empty(0, np.int64)
+
+
+def _nobody() -> Objects:
+    return np.empty(0, np.object_)
+
+
+@dataclass(slots=True)
+class StepGain:
+    """Of one step. A token is plain if all else of its request was told before, since it runs, and
+    stays as it was told."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    token_ids: Ints = field(default_factory=_none)
+    """[n] the plain tokens."""
+    numbers: Ints = field(default_factory=_none)
+    """[n] `Request.number` of who gets each,"""
+    workers: Ints = field(default_factory=_none)
+    """[n] `Request.worker`,"""
+    sequences: Objects = field(default_factory=_nobody)
+    """[n] and who that is."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids) + len(self.outputs)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """All as outputs."""
+        for sequence, token_id in zip(self.sequences, self.token_ids.tolist(), strict=True):
+            yield output_of(sequence, token_id, None)
+        yield from self.outputs
+
+
+@dataclass(slots=True)
+class Gains:
+    """Of several steps, one after the other."""
+
+    steps: list[StepGain] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.steps))
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """All as outputs."""
+        for step in self.steps:
+            yield from step
