@@ -8,12 +8,14 @@ stand-in. The load is steady: prompts of 128 tokens and answers of 128, so that 
 requests end in each step and 16 begin. Steps are overlapped as when serving. Microseconds, the
 median over the steps; a processor that is busy with other work makes them longer.
 
-`mixed` are steps that let prompts in, which run without a graph; `decode` those of decodes alone.
+Messages go to four API processes. `mixed` are steps that let prompts in, which run without a graph;
+`decode` those of decodes alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -24,21 +26,23 @@ import torch
 from torch import Tensor
 
 from tetrad.core.collector import calm_collector
-from tetrad.core.messages import StepOutputs
+from tetrad.core.messages import AddRequests
 from tetrad.core.request import Request, SamplingParams
 from tetrad.engine.admission import Limits
 from tetrad.engine.engine import Engine
 from tetrad.engine.graphs import GraphPlan
 from tetrad.engine.runner import Runner
 from tetrad.engine.scheduler import Scheduler
-from tetrad.engine.wire import encode
+from tetrad.engine.shares import Shares
+from tetrad.engine.wire import decode, encode
 from tetrad.layers.batch import ForwardBatch
 
 PROMPT, ANSWER = 128, 128
 CONTEXT = 4096
 VOCAB = 154_880
 CPU = torch.device("cpu")
-PARTS = ("schedule", "launch", "wait", "apply", "rest of the step", "messages")
+WORKERS = frozenset(range(4))
+PARTS = ("schedule", "launch", "wait", "apply", "rest of the step", "messages", "arrivals")
 
 
 class Ops:
@@ -94,13 +98,14 @@ class Load:
         runner.record_graphs(plan, Replayed(), lambda _line: None)
         scheduler = Scheduler(limits, draw_seed=lambda n: n)
         self.engine = Engine(scheduler, runner)
+        self.shares = Shares()
         self.clock = Clock()
         self.temperature = temperature
         self.num_asked = 0
         self.num_prompts = 0
         self._watch(scheduler, runner)
         for number in range(running):
-            self.ask(1 + number * ANSWER // running)
+            self.take(self.asked(1 + number * ANSWER // running))
 
     def _watch(self, scheduler: Scheduler, runner: Runner) -> None:
         launch = self.clock.watched("launch", runner.launch)
@@ -115,27 +120,44 @@ class Load:
         for name in ("schedule", "apply"):
             setattr(scheduler, name, self.clock.watched(name, getattr(scheduler, name)))
 
-    def ask(self, num_tokens: int) -> None:
-        self.num_asked += 1
-        prompt = tuple((self.num_asked * 31 + place * 7) % VOCAB for place in range(PROMPT))
+    def asked(self, num_tokens: int) -> list[bytes]:
+        """The message of a new request."""
+        number = self.num_asked = self.num_asked + 1
+        prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(PROMPT))
         sampling = SamplingParams(num_tokens, temperature=self.temperature, top_p=0.9)
-        self.engine.add(Request(f"0.{self.num_asked}.request", prompt, sampling))
+        worker = number % len(WORKERS)
+        rid = f"{worker}.{number}.request"
+        return encode(AddRequests([Request(rid, prompt, sampling, number=number, worker=worker)]))
+
+    def take(self, frames: list[bytes]) -> None:
+        message = decode(frames)
+        assert isinstance(message, AddRequests)
+        for request in message.requests:
+            self.engine.add(request)
+            self.shares.begin(request)
 
     def step(self) -> tuple[str, dict[str, float]]:
         """One step: its kind, and seconds by part. New requests come between steps."""
         self.clock.spent_s.clear()
         self.num_prompts = 0
         began_at = time.perf_counter()
-        outputs = self.engine.step()
+        gains = self.engine.step()
         stepped_at = time.perf_counter()
-        encode(StepOutputs(outputs, self.engine.stats()))
-        ended_at = time.perf_counter()
+        stats = self.engine.stats()
+        for gain in gains.steps:
+            for _, message in self.shares.messages(gain, WORKERS, stats):
+                encode(message)
+        sent_at = time.perf_counter()
         spent = dict(self.clock.spent_s)
         spent["rest of the step"] = stepped_at - began_at - sum(spent.values())
-        spent["messages"] = ended_at - stepped_at
-        for output in outputs:
-            if output.finish:
-                self.ask(ANSWER)
+        spent["messages"] = sent_at - stepped_at
+        frames = [
+            self.asked(ANSWER) for gain in gains.steps for output in gain.outputs if output.finish
+        ]
+        asked_at = time.perf_counter()
+        for each in frames:
+            self.take(each)
+        spent["arrivals"] = time.perf_counter() - asked_at
         return "mixed" if self.num_prompts else "decode", spent
 
 
@@ -178,3 +200,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.unfreeze()  # else libraries report what was frozen as leaked when the process ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_a_pause_changes_no_token(set_back: bool):
         engine.add(request)
     told: dict[str, list[int]] = {}
 
-    def take(outputs: list[RequestOutput]) -> None:
+    def take(outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             told.setdefault(output.rid, []).extend(output.token_ids)
 

@@ -53,7 +53,7 @@ class Client:
         self.told[request.rid] = Told()
 
     def step(self) -> list[RequestOutput]:
-        outputs = self.engine.step()
+        outputs = list(self.engine.step())
         for output in outputs:
             told = self.told[output.rid]
             assert told.finish is None
