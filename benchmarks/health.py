@@ -27,7 +27,9 @@ import psutil
 
 from tetrad.cli.child import free_port
 
-PROBE_PERIOD_S = 0.05
+PROBE_PERIOD_S = 0.02
+LEAVE_S = 2.0
+"""In which all streams are closed by their client at once."""
 READ_BYTES = 1 << 18
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -116,13 +118,17 @@ def measure(num_streams: int, num_workers: int, step_ms: float, seconds: float) 
             ours, theirs = multiprocessing.Pipe()
             reader = multiprocessing.Process(target=load, args=(port, num_streams, theirs))
             reader.start()
+            begun = time.monotonic()
             at_first = probe(port, ours.poll)
             ours.recv()
+            opened_s = time.monotonic() - begun
             begun, cpu_s = time.monotonic(), cpu(server)
             found = probe(port, lambda: time.monotonic() > begun + seconds)
             ours.send("end")
             num_events, took_s = ours.recv(), time.monotonic() - begun
             each_us = (cpu(server) - cpu_s) / max(1, num_events) * 1e6
+            left = time.monotonic()
+            at_last = probe(port, lambda: time.monotonic() > left + LEAVE_S)
             reader.join()
         finally:
             server.terminate()
@@ -130,7 +136,8 @@ def measure(num_streams: int, num_workers: int, step_ms: float, seconds: float) 
     return (
         f"{num_streams:7d} {num_workers:7d} {num_events / took_s:9.0f} {each_us:8.1f} "
         f"{len(found):7d} "
-        f"{statistics.median(found):8.1f} {p99:8.1f} {max(found):8.1f} {max(at_first):8.1f}"
+        f"{statistics.median(found):8.1f} {p99:8.1f} {max(found):8.1f} {max(at_first):8.1f} "
+        f"{max(at_last):8.1f} {opened_s:8.1f}"
     )
 
 
@@ -146,7 +153,8 @@ def main() -> None:
     lines = [
         f"/health on {cores} cores, load average {os.getloadavg()[0]:.1f} before; steps of "
         f"{given.step_ms:g} ms, {given.seconds:g} s each; times in ms",
-        "streams workers  events/s us/event  probes   median      p99  longest beginning",
+        "streams workers  events/s us/event  probes   median      p99  longest "
+        "beginning   ending opened s",
     ]
     for num_streams in given.streams:
         for num_workers in given.api_workers:

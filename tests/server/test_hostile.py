@@ -21,6 +21,7 @@ from tests.server.fake_engine import FakeEngine, saying
 from tetrad.server import connections
 from tetrad.server.app import build_app
 from tetrad.server.connections import MAX_HEAD_BYTES, Connection
+from tetrad.server.entrance import Turnstile
 from tetrad.server.service import Service
 from tetrad.server.weight import HELD
 
@@ -219,7 +220,9 @@ async def test_a_reader_that_is_slow_is_waited_for(monkeypatch):
         def abort(self) -> None:
             closed.set()
 
-    connection = Connection(uvicorn.Config(build_app), ServerState(), {})
+    connection = Connection(
+        uvicorn.Config(build_app), ServerState(), {}, turnstile=Turnstile(1)
+    )
     connection.transport = Transport()
     connection.flow = FlowControl(connection.transport)
     connection.pause_writing()

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from tetrad.server.encoding import json_bytes
+from tetrad.server.entrance import Turnstile, is_probe
 from tetrad.server.failures import error_body
 from tetrad.server.push import BODY
 
@@ -69,8 +70,13 @@ class Body:
 class Connection(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, turnstile: Turnstile, **named: Any) -> None:
+        """`turnstile`: by which requests of all connections come in."""
         super().__init__(*arguments, **named)
+        self._turnstile = turnstile
+        self._held: list[bytes] = []
+        """What has come of a request that may not come in yet."""
+        self._is_in_line = False
         self._is_in_head = True
         self._has_begun = False
         """Whether the next request's first byte is here."""
@@ -91,6 +97,27 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Take it, unless it begins a request and many others begin."""
+        if self._held:
+            self._held.append(data)
+        elif self._has_begun or not self._is_in_head or is_probe(data):
+            self._take(data)
+        else:
+            self._held.append(data)
+            self._is_in_line = not self._turnstile.let_in(self._come_in)
+            if self._is_in_line:
+                self.flow.pause_reading()
+
+    def _come_in(self) -> None:
+        data, self._held = b"".join(self._held), []
+        if self._is_closing:
+            return
+        if self._is_in_line:
+            self._is_in_line = False
+            self.flow.resume_reading()
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
         """Parse, and look at what has come besides bodies."""
         self._request_bytes += len(data)
         self._unset_keepalive_if_required()

@@ -17,6 +17,7 @@ from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.app import build_app
 from tetrad.server.beat import beat
 from tetrad.server.connections import Connection
+from tetrad.server.entrance import REQUESTS_A_TURN, Entrance, Turnstile
 from tetrad.server.service import Service
 
 KEEP_ALIVE_S = 65
@@ -106,6 +107,19 @@ def _check_readable(flag: str, path: Path) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own, with another entrance."""
+        turnstile = Turnstile(REQUESTS_A_TURN)
+
+        def protocol() -> Connection:
+            return Connection(self.config, self.server_state, {}, turnstile=turnstile)
+
+        self.servers = [
+            Entrance(listener, protocol, self.config.ssl, self.config.backlog)
+            for listener in sockets or ()
+        ]  # type: ignore[assignment]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

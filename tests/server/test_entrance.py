@@ -1,0 +1,155 @@
+"""However many begin at once: each is served, a few in a turn of the event loop, and who asks for
+health need not wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.server.conftest import until
+from tests.server.fake_engine import FakeEngine, saying
+from tetrad.server import entrance
+from tetrad.server import http as server_http
+from tetrad.server.entrance import Entrance, Turnstile, is_probe
+from tetrad.server.http import HttpServer
+from tetrad.server.service import Service
+
+MANY = 150
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def request(number: int) -> tuple[bytes, bytes]:
+    """Head and body."""
+    body = json.dumps({"text": f"{number} ", "sampling_params": {"max_new_tokens": 1}}).encode()
+    return b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body), body
+
+
+@pytest.fixture
+async def narrow(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """The port of a server into which one connection and one request come in each turn."""
+    monkeypatch.setattr(entrance, "CONNECTIONS_A_TURN", 1)
+    monkeypatch.setattr(server_http, "REQUESTS_A_TURN", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = HttpServer(service, listener)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            await http.end()
+
+
+@pytest.mark.parametrize(
+    ("begins", "is_one"),
+    [
+        (HEALTH, True),
+        (b"GET /root/ready?x HTTP/1.1\r\n", True),
+        (b"POST /ping HTTP/1.1\r\n", True),
+        (b"GET /metrics HTTP/1.1\r\n", True),
+        (b"GET /health_generate HTTP/1.1\r\n", False),
+        (b"POST /generate?a=/health HTTP/1.1\r\n", False),
+        (b"POST /generate HTTP/1.1\r\nReferer: /health \r\n", False),
+        (b"GET /" + b"x" * 300 + b"/health HTTP/1.1\r\n", False),
+        (b"\x16\x03\x01", False),
+        (b"", False),
+    ],
+)
+def test_who_asks_how_the_server_is_is_known_by_the_first_line(begins: bytes, is_one: bool):
+    assert is_probe(begins) == is_one
+
+
+async def test_a_turnstile_lets_so_many_pass_in_a_turn_and_in_order():
+    turnstile, passed = Turnstile(3), []
+    assert [turnstile.let_in(lambda n=n: passed.append(n)) for n in range(8)] == [
+        *[True] * 3,
+        *[False] * 5,
+    ]
+    counts = []
+    while len(passed) < 8:
+        counts.append(len(passed))
+        await asyncio.sleep(0)
+    assert counts == [3, 6]
+    assert passed == list(range(8))
+    await asyncio.sleep(0)
+    assert turnstile.let_in(lambda: passed.append(8)) is True
+
+
+async def test_all_are_served_and_a_probe_passes_them(narrow: str, engine: FakeEngine):
+    engine.script = saying([18])
+    parts = urlsplit(narrow)
+    streams = []
+    for number in range(MANY):
+        # Before the event loop has had a turn: all wait to be accepted.
+        client = socket.create_connection((parts.hostname, parts.port))
+        client.sendall(b"".join(request(number)))
+        streams.append(client)
+    with socket.create_connection((parts.hostname, parts.port)) as probe:
+        probe.sendall(HEALTH)
+        probe.setblocking(False)
+        answer = await asyncio.get_running_loop().sock_recv(probe, 1024)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert len(engine.seen) < MANY // 2
+    for client in streams:
+        client.setblocking(False)
+        answer = await asyncio.get_running_loop().sock_recv(client, 4096)
+        assert answer.startswith(b"HTTP/1.1 200")
+        client.close()
+    assert len(engine.seen) == MANY
+    assert [request.prompt_ids for request in engine.seen] == sorted(
+        (request.prompt_ids for request in engine.seen), key=lambda ids: (len(ids), ids)
+    )
+
+
+async def test_a_request_in_pieces_comes_in_whole(narrow: str, engine: FakeEngine):
+    """Its rest comes while it stands in line."""
+    engine.script = saying([18])
+    parts = urlsplit(narrow)
+    opened = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(40)]
+    for number, (_, writer) in enumerate(opened):
+        head, body = request(number)
+        writer.write(head + body[:5])
+    await asyncio.sleep(0)
+    for number, (_, writer) in enumerate(opened):
+        writer.write(request(number)[1][5:])
+    for reader, writer in opened:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert len(engine.seen) == 40
+
+
+async def test_who_leaves_while_it_stands_in_line_leaves_nothing(
+    narrow: str, engine: FakeEngine, service: Service
+):
+    parts = urlsplit(narrow)
+    for number in range(MANY):
+        with socket.create_connection((parts.hostname, parts.port)) as client:
+            client.sendall(b"".join(request(number)))
+    await until(lambda: len(engine.seen) > 0 and not engine.live)
+    with socket.create_connection((parts.hostname, parts.port)) as probe:
+        probe.setblocking(False)
+        await asyncio.get_running_loop().sock_sendall(probe, HEALTH)
+        answer = await asyncio.get_running_loop().sock_recv(probe, 1024)
+    assert answer.startswith(b"HTTP/1.1 200")
+    await until(lambda: service.open_requests == 0)
+
+
+async def test_who_stands_in_line_when_it_closes_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(entrance, "CONNECTIONS_A_TURN", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        door = Entrance(listener, asyncio.Protocol, None, 30)
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(20)]
+        for client in clients:
+            client.sendall(b"POST")
+        while not door._turnstile._line:
+            await asyncio.sleep(0)
+        door.close()
+        await door.wait_closed()
+        clients[-1].setblocking(False)
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(asyncio.get_running_loop().sock_recv(clients[-1], 1), 5)
+        for client in clients:
+            client.close()
+        await asyncio.sleep(0.05)
