@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -62,8 +63,9 @@ def test_who_asks_how_the_server_is_is_known_by_the_first_line(begins: bytes, is
 
 
 async def test_a_turnstile_lets_so_many_pass_in_a_turn_and_in_order():
-    turnstile, passed = Turnstile(3), []
-    assert [turnstile.let_in(lambda n=n: passed.append(n)) for n in range(8)] == [
+    turnstile = Turnstile(3)
+    passed: list[int] = []
+    assert [turnstile.let_in(partial(passed.append, n)) for n in range(8)] == [
         *[True] * 3,
         *[False] * 5,
     ]
@@ -74,7 +76,7 @@ async def test_a_turnstile_lets_so_many_pass_in_a_turn_and_in_order():
     assert counts == [3, 6]
     assert passed == list(range(8))
     await asyncio.sleep(0)
-    assert turnstile.let_in(lambda: passed.append(8)) is True
+    assert turnstile.let_in(partial(passed.append, 8))
 
 
 async def test_all_are_served_and_a_probe_passes_them(narrow: str, engine: FakeEngine):

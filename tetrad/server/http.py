@@ -114,10 +114,11 @@ class _Uvicorn(uvicorn.Server):
         def protocol() -> Connection:
             return Connection(self.config, self.server_state, {}, turnstile=turnstile)
 
-        self.servers = [
+        entrances: list[Any] = [
             Entrance(listener, protocol, self.config.ssl, self.config.backlog)
             for listener in sockets or ()
-        ]  # type: ignore[assignment]
+        ]
+        self.servers = entrances
         self.started = True
 
     @contextlib.contextmanager
