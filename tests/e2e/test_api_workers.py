@@ -197,7 +197,9 @@ async def test_a_rid_that_runs_is_refused_whichever_process_it_came_to(shared: S
     await asyncio.to_thread(shared.wait_idle)
     again = Stream(shared.url, 1, 8, rid="twice")
     await again.run()
-    assert again.output_ids == first.output_ids[:8]
+    seen = first.output_ids[:8]  # fewer if it left early
+    assert seen
+    assert again.output_ids[: len(seen)] == seen
 
 
 async def test_a_killed_worker_is_started_anew_and_only_its_own_clients_notice(shared: Served):
