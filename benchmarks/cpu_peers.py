@@ -3,9 +3,13 @@
     python benchmarks/cpu_peers.py tetrad=30123:PID llama.cpp=30124:PID vllm=30125:PID
 
 Servers run already; PID is the first process of each, whose children are counted too. A round asks
-every server in turn, first one request at a time, then eight at once: 60 words in, 64 tokens out,
-greedy, end tokens ignored, streamed from /v1/completions. Beside the throughput stands what depends
-less on who else uses the machine: the processor time that the server took for a token.
+every server in turn, with so many requests at once: 60 words in, 64 tokens out, greedy, end tokens
+ignored, streamed from /v1/completions. Beside the throughput stands what depends less on who else
+uses the machine: the processor time that the server took for a token, of its first process, which
+is the front end where the model runs in another, and of its children. With a model that is next to
+nothing (--model tiny --streams 1,64) the servers themselves are compared.
+
+A server may be busy for a while after its last answer, so there is a pause between measurements.
 """
 
 from __future__ import annotations
@@ -27,8 +31,6 @@ from or had an they which one you were all her she there would their we him been
 no more if out so up said what its about than into them can only other time new some could"""
 WORDS = TEXT.split()
 OUTPUT_TOKENS = 64
-STREAMS = {1: 1, 8: 8}
-"""Requests at once → requests of a round."""
 
 
 @dataclass
@@ -39,14 +41,20 @@ class Server:
     port: int
     pid: int
     rates: dict[int, list[float]] = field(default_factory=dict)
-    cpu_ms: dict[int, list[float]] = field(default_factory=dict)
+    first_ms: dict[int, list[float]] = field(default_factory=dict)
+    """Processor time of the first process for a token."""
+    children_ms: dict[int, list[float]] = field(default_factory=dict)
     ttft_ms: dict[int, list[float]] = field(default_factory=dict)
 
-    def cpu_s(self) -> float:
-        """Of the process and its children."""
+    def cpu_s(self) -> tuple[float, float]:
+        """Of the process, and of its children."""
         first = psutil.Process(self.pid)
-        times = [p.cpu_times() for p in (first, *first.children(recursive=True))]
-        return sum(each.user + each.system for each in times)
+        return _cpu_s(first), sum(map(_cpu_s, first.children(recursive=True)))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 async def stream(session: aiohttp.ClientSession, port: int, model: str) -> tuple[int, float]:
@@ -79,13 +87,14 @@ async def measure(server: Server, model: str, streams: int) -> None:
     """One server, so many requests at once."""
     async with aiohttp.ClientSession() as session:
         before, started = server.cpu_s(), time.perf_counter()
-        calls = [stream(session, server.port, model) for _ in range(STREAMS[streams])]
+        calls = [stream(session, server.port, model) for _ in range(streams)]
         answers = await asyncio.gather(*calls)
         spent = time.perf_counter() - started
         tokens = sum(count for count, _ in answers)
         server.rates.setdefault(streams, []).append(tokens / spent)
-        cpu_ms = 1e3 * (server.cpu_s() - before) / tokens
-        server.cpu_ms.setdefault(streams, []).append(cpu_ms)
+        kept = (server.first_ms, server.children_ms)
+        for part, start, end in zip(kept, before, server.cpu_s(), strict=True):
+            part.setdefault(streams, []).append(1e3 * (end - start) / tokens)
         first = statistics.fmean(seconds for _, seconds in answers)
         server.ttft_ms.setdefault(streams, []).append(1e3 * first)
 
@@ -94,32 +103,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("servers", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two measurements")
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds between two measurements")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--streams", default="1,8", help="requests at once")
     options = parser.parse_args()
     servers = []
     for text in options.servers:
         name, _, place = text.partition("=")
         port, _, pid = place.partition(":")
         servers.append(Server(name, int(port), int(pid)))
+    counts = [int(part) for part in options.streams.split(",")]
     for number in range(options.rounds):
-        for streams in STREAMS:
+        for streams in counts:
             for server in servers if number % 2 == 0 else reversed(servers):
                 asyncio.run(measure(server, options.model, streams))
                 time.sleep(options.pause)
-        told = "  ".join(f"{s.name} {s.rates[1][-1]:.1f} {s.rates[8][-1]:.1f}" for s in servers)
+        told = "  ".join(
+            " ".join([s.name, *(f"{s.rates[streams][-1]:.1f}" for streams in counts)])
+            for s in servers
+        )
         print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}: {told} tok/s", flush=True)
-    for streams in STREAMS:
+    for streams in counts:
         print(f"{streams} at once, medians of {options.rounds} rounds (least to greatest)")
         for server in servers:
-            rates = server.rates[streams]
-            print(
-                f"  {server.name:10} {statistics.median(rates):7.1f} tok/s "
-                f"({min(rates):.1f} to {max(rates):.1f}), TTFT "
-                f"{statistics.median(server.ttft_ms[streams]):.0f} ms, processor time "
-                f"{statistics.median(server.cpu_ms[streams]):.1f} ms a token "
-                f"({min(server.cpu_ms[streams]):.1f} to {max(server.cpu_ms[streams]):.1f})"
-            )
+            print(f"  {server.name:10} {line(server, streams)}")
+
+
+def line(server: Server, streams: int) -> str:
+    """What all rounds gave."""
+    rates = server.rates[streams]
+    return (
+        f"{statistics.median(rates):8.1f} tok/s ({min(rates):.1f} to {max(rates):.1f}), TTFT "
+        f"{statistics.median(server.ttft_ms[streams]):.0f} ms, processor time a token: first "
+        f"process {statistics.median(server.first_ms[streams]):.3f} ms, children "
+        f"{statistics.median(server.children_ms[streams]):.3f} ms"
+    )
 
 
 if __name__ == "__main__":
