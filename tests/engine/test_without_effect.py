@@ -41,6 +41,11 @@ def test_nothing_is_told_where_nothing_was_asked_for(device: DeviceKind, arch: A
             "--cuda-graph-max-bs has no effect on a CPU, which records nothing.",
         ),
         (
+            {"disable_overlap_schedule": True},
+            "cpu",
+            "--disable-overlap-schedule has no effect on a CPU, where steps never overlap.",
+        ),
+        (
             {"disable_cuda_graph": True, "cuda_graph_bs": (4,)},
             "cuda",
             "--cuda-graph-bs has no effect with --disable-cuda-graph.",

@@ -52,6 +52,9 @@ def _of_model(config: ServeConfig, arch: Arch, device_kind: DeviceKind) -> Itera
 def _of_graphs(config: ServeConfig, arch: Arch, device_kind: DeviceKind) -> Iterator[str]:
     if device_kind == "cpu":
         yield from in_vain(config, OF_GRAPHS, "on a CPU, which records nothing")
+        yield from in_vain(
+            config, ("disable_overlap_schedule",), "on a CPU, where steps never overlap"
+        )
     elif isinstance(arch, LlamaArch):
         yield from in_vain(config, OF_GRAPHS, f"as steps of {arch.model_type} are not recorded")
     elif config.disable_cuda_graph:
