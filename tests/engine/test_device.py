@@ -62,3 +62,34 @@ def test_threads_that_wait_spin_for_a_moment(monkeypatch: pytest.MonkeyPatch):
     assert (ours["OMP_WAIT_POLICY"], ours["GOMP_SPINCOUNT"]) == ("PASSIVE", SPIN_COUNT)
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert environment()["GOMP_SPINCOUNT"] == "7"
+
+
+def test_a_team_that_waits_for_a_core_is_given_up_for_a_while():
+    """Longer each time it happens again; one step that has its cores shortens the pause anew."""
+    now = computed = 0.0
+    share, seen = 1.0, []
+
+    class Model:
+        weight_bytes = LARGE_STEP_BYTES
+
+        def __call__(self, _batch: Any, _cache: Any) -> None:
+            nonlocal now, computed
+            seen.append(torch.get_num_threads())
+            now += 0.25
+            computed += 0.25 * share
+
+    spread: Any = SpreadModel(Model(), 2, lambda: now, lambda: computed)  # type: ignore[arg-type]
+
+    def steps(count: int) -> list[int]:
+        seen.clear()
+        for _ in range(count):
+            spread(SimpleNamespace(token_ids=range(1)), None)
+        return list(seen)
+
+    assert steps(3) == [2, 2, 2]
+    share = 0.1
+    assert steps(14) == [2, *[1] * 4, 2, *[1] * 8]
+    share = 1.0
+    assert steps(2) == [2, 2]
+    share = 0.1
+    assert steps(6) == [2, *[1] * 4, 2]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -44,18 +47,48 @@ def sensible_threads(num_cores: int) -> int:
     return num_cores if num_cores < MANY_CORES else num_cores - 1
 
 
+LEAST_BUSY = 0.5
+"""Share of a step's time that the thread which launches it computes. When it is less, another
+thread has no core to itself, and is waited for once in each of a layer's operations."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 32.0
+"""How long all steps then have one thread, and how long at most if it happens again and again."""
+
+
 class SpreadModel:
     """A model on a CPU: its large steps on all threads, its small ones on one.
 
     Threads meet after each of a layer's operations. In a step of few numbers that costs more than
-    the other threads save.
+    the other threads save, and where other work has a core it takes many times as long.
     """
 
-    def __init__(self, model: Model, num_threads: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_threads: int,
+        clock: Callable[[], float] = time.monotonic,
+        own_time: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`own_time`: seconds that the calling thread has computed."""
         self._model, self._num_threads = model, num_threads
+        self._clock, self._own_time = clock, own_time
+        self._alone_until = -math.inf
+        self._pause_s = FIRST_PAUSE_S
 
     def __call__(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         """As the model itself. What comes after it, such as sampling, has the same threads."""
+        began, computed = self._clock(), self._own_time()
         is_large = len(batch.token_ids) * self._model.weight_bytes >= LARGE_STEP_BYTES
-        torch.set_num_threads(self._num_threads if is_large else 1)
-        return self._model(batch, cache)
+        is_spread = is_large and began >= self._alone_until
+        torch.set_num_threads(self._num_threads if is_spread else 1)
+        logits = self._model(batch, cache)
+        if is_spread:
+            took_s = self._clock() - began
+            self._judge(self._own_time() - computed >= LEAST_BUSY * took_s)
+        return logits
+
+    def _judge(self, has_cores: bool) -> None:
+        if has_cores:
+            self._pause_s = FIRST_PAUSE_S
+        else:
+            self._alone_until = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
