@@ -83,10 +83,11 @@ class Forecast:
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens that a sequence is expected to get yet."""
-        most = max(0, sequence.most_tokens - sequence.num_total)
+        total = sequence.num_total
+        most = max(0, sequence.most_tokens - total)
         expected: float = most
         if asked := sequence.asked:
-            so_far = sequence.num_total - sequence.num_prompt
+            so_far = total - sequence.num_prompt
             left = max(0, asked - so_far)
             mean = asked * self._share_beyond(so_far / asked)
             expected = AT_PEAK * max(0.0, mean - so_far)
@@ -158,7 +159,7 @@ class Outlook:
         """One more runs."""
         growth = self._growth(sequence)
         self._newcomers.append(growth)
-        self._most += int(most_tokens(np.array(growth)))
+        self._most += int(most_tokens(growth))
 
     def has_room_for(self, newcomer: Sequence, num_found: int, num_free: int) -> bool:
         """With one that would share `num_found` pages, will at most `num_free` be needed beyond
@@ -168,13 +169,13 @@ class Outlook:
         largest size at the same moment, as nearly always, nobody needs to look for it.
         """
         growth = self._growth(newcomer, num_found)
-        if self._most + int(most_tokens(np.array(growth))) <= num_free * PAGE_TOKENS:
+        if self._most + int(most_tokens(growth)) <= num_free * PAGE_TOKENS:
             return True
         newcomers = np.array([*self._newcomers, growth]).T
         return peak_pages(np.concatenate([self._growths, newcomers], axis=1)) <= num_free
 
 
-def most_tokens(growths: Ints) -> Ints:
+def most_tokens(growths: Ints | Growth) -> Ints:
     """[4, ...] → [...]: what each takes at its end beyond what it holds, in tokens, as `peak_pages`
     counts them."""
     remaining, tokens, pages, _ = growths

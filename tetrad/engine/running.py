@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ class Running:
     def __init__(self, limits: Limits) -> None:
         self.rows = Rows(limits.max_running_requests)
         self._sequences: list[Sequence] = []
+        self._places: list[tuple[int, int, int]] = []
+        """Of each, in order."""
         self._order: Ints = np.zeros(limits.max_running_requests + 1, np.int64)
         self._ends: Ints = np.zeros(max(limits.vocab, *limits.eos_ids, 0) + 1, np.int64)
         """By token id: how many of them it ends."""
@@ -53,6 +56,7 @@ class Running:
         self.rows.enter(sequence)
         index, count = self._index(sequence), len(self._sequences)
         self._sequences.insert(index, sequence)
+        self._places.insert(index, sequence.place)
         self._order[index + 1 : count + 1] = self._order[index:count]
         self._order[index] = sequence.row
         for token_id in sequence.end_ids:
@@ -64,6 +68,7 @@ class Running:
         """Returns the pages to give back."""
         index, count = self._index(sequence), len(self._sequences)
         assert self._sequences.pop(index) is sequence
+        del self._places[index]
         self._order[index : count - 1] = self._order[index + 1 : count]
         for token_id in sequence.end_ids:
             self._ends[token_id] -= 1
@@ -72,8 +77,8 @@ class Running:
 
     def below(self, priority: int) -> list[Sequence]:
         """Those of a lower priority: the last ones."""
-        first = bisect_right(self._sequences, -priority, key=lambda s: s.place[0])
+        first = bisect_right(self._places, -priority, key=itemgetter(0))
         return self._sequences[first:]
 
     def _index(self, sequence: Sequence) -> int:
-        return bisect_left(self._sequences, sequence.place, key=lambda s: s.place)
+        return bisect_left(self._places, sequence.place)

@@ -102,12 +102,14 @@ class Sequence:
     @property
     def token_ids(self) -> list[int]:
         """Known tokens."""
-        num_listed, num_known = len(self._listed), self.num_known
-        if num_listed < num_known:
+        num_new = self.num_known - len(self._listed)
+        if num_new:
             assert self._recent is not None
-            assert num_known - num_listed <= PAGE_TOKENS
-            places = np.arange(num_listed, num_known) % PAGE_TOKENS
-            self._listed += self._recent[places].tolist()
+            assert num_new <= PAGE_TOKENS
+            first = len(self._listed) % PAGE_TOKENS
+            in_turn = self._recent[first : first + num_new].tolist()
+            self._listed += in_turn
+            self._listed += self._recent[: num_new - len(in_turn)].tolist()
         return self._listed
 
     @property
@@ -129,7 +131,8 @@ class Sequence:
     @property
     def num_total(self) -> int:
         """Known tokens and pending ones."""
-        return self.num_known + self.num_pending
+        known, pending, _ = self.counts.tolist()
+        return known + pending
 
     def add_token(self, token_id: int) -> None:
         """One more is known."""
