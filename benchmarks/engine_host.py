@@ -4,12 +4,12 @@
 
 No GPU is needed: the scheduler, the inputs, the sampler's columns and the messages are the real
 ones, the model and the ops of the sampler do nothing, and recorded steps are replayed by a
-stand-in. The load is steady: prompts of 128 tokens and answers of 128, so that at 2048 some 16
-requests end in each step and 16 begin. Steps are overlapped as when serving. Microseconds, the
-median over the steps; a processor that is busy with other work makes them longer.
+stand-in. Steps are overlapped as when serving, and messages go to four API processes. Microseconds,
+the median over the steps; a processor that is busy with other work makes them longer.
 
-Messages go to four API processes. `mixed` are steps that let prompts in, which run without a graph;
-`decode` those of decodes alone.
+Two loads: `long` answers, of which none ends, so that all steps are decodes and a page in 64 is
+full; and `short` ones, prompts of 128 tokens and answers of 128, so that at 2048 some 16 requests
+end in each step and 16 begin. Its `mixed` steps let prompts in, which run without a graph.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from tetrad.core.collector import calm_collector
 from tetrad.core.messages import AddRequests
 from tetrad.core.request import Request, SamplingParams
+from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.admission import Limits
 from tetrad.engine.engine import Engine
 from tetrad.engine.graphs import GraphPlan
@@ -37,10 +39,11 @@ from tetrad.engine.shares import Shares
 from tetrad.engine.wire import decode, encode
 from tetrad.layers.batch import ForwardBatch
 
-PROMPT, ANSWER = 128, 128
+PROMPT, ANSWER, LONG = 128, 128, 3500
 CONTEXT = 4096
 VOCAB = 154_880
 CPU = torch.device("cpu")
+TOKENS = {"greedy": 0.0, "sampled": 0.7}
 WORKERS = frozenset(range(4))
 PARTS = ("schedule", "launch", "wait", "apply", "rest of the step", "messages", "arrivals")
 
@@ -85,7 +88,7 @@ class Clock:
 class Load:
     """An engine that runs `running` requests, a new one for each that ends."""
 
-    def __init__(self, running: int, temperature: float) -> None:
+    def __init__(self, name: str, running: int, temperature: float) -> None:
         pages = running * (CONTEXT // 64)
         limits = Limits(pages, running, 8192, CONTEXT, VOCAB, (VOCAB - 1,))
         logits = torch.zeros(max(running, 1), 1)
@@ -105,13 +108,14 @@ class Load:
         self.num_prompts = 0
         self._watch(scheduler, runner)
         for number in range(running):
-            self.take(self.asked(1 + number * ANSWER // running))
+            share = 1 + number * ANSWER // running
+            self.take(self.asked(LONG if name == "long" else share, number % PAGE_TOKENS))
 
     def _watch(self, scheduler: Scheduler, runner: Runner) -> None:
         launch = self.clock.watched("launch", runner.launch)
 
         def launched(plan: Any, *masks: Any) -> Any:
-            self.num_prompts += any(work.start < PROMPT for work in plan.sequences)
+            self.num_prompts += bool(plan.sequences)
             draws = launch(plan, *masks)
             draws.wait = self.clock.watched("wait", draws.wait)
             return draws
@@ -120,10 +124,10 @@ class Load:
         for name in ("schedule", "apply"):
             setattr(scheduler, name, self.clock.watched(name, getattr(scheduler, name)))
 
-    def asked(self, num_tokens: int) -> list[bytes]:
-        """The message of a new request."""
+    def asked(self, num_tokens: int, num_more: int = 0) -> list[bytes]:
+        """The message of a new request, its prompt so much longer."""
         number = self.num_asked = self.num_asked + 1
-        prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(PROMPT))
+        prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(PROMPT + num_more))
         sampling = SamplingParams(num_tokens, temperature=self.temperature, top_p=0.9)
         worker = number % len(WORKERS)
         rid = f"{worker}.{number}.request"
@@ -161,9 +165,11 @@ class Load:
         return "mixed" if self.num_prompts else "decode", spent
 
 
-def measured(running: int, temperature: float, num_steps: int) -> dict[str, dict[str, float]]:
+def measured(
+    name: str, running: int, temperature: float, num_steps: int
+) -> dict[str, dict[str, float]]:
     """Kind of step → part → median microseconds."""
-    load = Load(running, temperature)
+    load = Load(name, running, temperature)
     for _ in range(ANSWER):
         load.step()
     steps: dict[str, list[dict[str, float]]] = {"mixed": [], "decode": []}
@@ -188,14 +194,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     calm_collector()
-    head = ("running", "tokens", "step", "steps", *PARTS, "all")
+    head = ("running", "answers", "tokens", "step", "steps", *PARTS, "all")
     print(" | ".join(f"{name:>8}" for name in head))
     for running in map(int, args.running.split(",")):
-        for name, temperature in (("greedy", 0.0), ("sampled", 0.7)):
-            for kind, row in measured(running, temperature, args.steps).items():
-                cells = [str(running), name, kind, *(f"{value:.0f}" for value in row.values())]
-                pairs = zip(cells, head, strict=True)
-                print(" | ".join(f"{cell:>{max(8, len(at))}}" for cell, at in pairs), flush=True)
+        for name, (tokens, temperature) in product(("long", "short"), TOKENS.items()):
+            for kind, row in measured(name, running, temperature, args.steps).items():
+                figures = [f"{value:.0f}" for value in row.values()]
+                cells = zip([str(running), name, tokens, kind, *figures], head, strict=True)
+                print(" | ".join(f"{cell:>{max(8, len(at))}}" for cell, at in cells), flush=True)
 
 
 if __name__ == "__main__":
