@@ -135,6 +135,18 @@ def test_columns_do_what_structs_do(
     assert theirs.num_decodes == 0
 
 
+def test_a_first_token_is_told_in_full_though_a_decode_samples_it():
+    """The last token of a prompt in chunks is one token behind, like any decode."""
+    scheduler, runner = make_scheduler(make_limits(16, step=96)), FakeRunner(16)
+    scheduler.add(make_request("a", 97, new=3))
+    gains = [scheduler.apply(runner.launch(scheduler.schedule()).wait()) for _ in range(4)]
+    assert [(len(gain.token_ids), len(gain.outputs)) for gain in gains] == [
+        *((0, 0), (0, 1), (1, 0), (0, 1)),
+    ]
+    assert gains[1].outputs[0].queue_s > 0
+    assert scheduler.cache.num_idle == 1, "its full page was kept"
+
+
 def test_rows_are_given_back_and_their_tokens_kept():
     """A sequence that leaves and comes back has all its tokens, and no page of its last stay."""
     limits = make_limits(16, running=2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.engine.fakes import as_decodes
 from tests.factories import tiny_glm_folder
 from tetrad.core.arch import ModelArch
 from tetrad.core.plan import StepPlan
@@ -19,6 +20,7 @@ from tetrad.core.step import SampleWork, SequenceWork
 from tetrad.engine.grammars import Masks
 from tetrad.engine.runner import Runner
 from tetrad.kernels.device import waiting_is_an_error
+from tetrad.kernels.finite_rows import reference as finite_rows_reference
 from tetrad.kernels.sample import reference
 from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.layers.cache import KvCache
@@ -48,9 +50,9 @@ class NoReads(TorchFunctionMode):
 
 
 def without_waiting_ops(ops: OpSet) -> OpSet:
-    """Plain torch's attention, index scores and experts read lengths on the host, and so does a
-    CPU's own way to sample; here others stand in for them, as what is tried is everything
-    around."""
+    """Plain torch's attention, index scores and experts read lengths on the host, and so do a CPU's
+    own ways to sample and to find numbers that are not finite; here others stand in for them, as
+    what is tried is everything around."""
 
     def mla(queries: Tensor, pool: Tensor, *args: Any) -> Tensor:
         return queries[..., : args[-1]].contiguous()
@@ -65,6 +67,8 @@ def without_waiting_ops(ops: OpSet) -> OpSet:
     waiting = {n: run for n, run in stand_ins.items() if getattr(ops, n).name == "torch"}
     if ops.sample.name == "candidates":
         waiting["sample"] = reference.run
+    if ops.finite_rows.name == "total":
+        waiting["finite_rows"] = finite_rows_reference.run
     replaced = {n: dataclasses.replace(getattr(ops, n), run=run) for n, run in waiting.items()}
     return dataclasses.replace(ops, **replaced)
 
@@ -83,7 +87,10 @@ def work(rid: str, num_tokens: int, start: int, page: int, **params: Any) -> Seq
 
 
 RULES = {"top_p": 0.9, "num_logprobs": 3, "repetition_penalty": 1.2, "logit_bias": {4: 1.0}}
+COLUMNS = as_decodes((work("a", 1, 70, 0, temperature=0.0), work("b", 1, 5, 2, top_p=0.9)))
 PLANS = {
+    "columns": StepPlan((), COLUMNS),
+    "columns and a chunk": StepPlan((work("c", 33, 20, 4, **RULES),), COLUMNS),
     "decode": StepPlan((work("a", 1, 70, 0, temperature=0.0), work("b", 1, 5, 2, **RULES))),
     "greedy decode": StepPlan((work("a", 1, 70, 0, temperature=0.0),)),
     "prompts": StepPlan((work("a", 9, 0, 0), work("b", 100, 0, 2, **RULES))),

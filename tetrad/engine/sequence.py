@@ -132,7 +132,7 @@ class Sequence:
     def num_total(self) -> int:
         """Known tokens and pending ones."""
         known, pending, _ = self.counts.tolist()
-        return known + pending
+        return int(known + pending)
 
     def add_token(self, token_id: int) -> None:
         """One more is known."""
