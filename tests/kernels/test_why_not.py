@@ -33,6 +33,7 @@ RUNS_ON = {
     "layer_norm": (CPU,),
     "onednn": (CPU,),
     "candidates": (CPU,),
+    "total": (CPU,),
 }
 """With every optional package installed."""
 WITH_TRITON = {("absorb", "cublas")}
