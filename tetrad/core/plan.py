@@ -22,6 +22,16 @@ PageTable = npt.NDArray[np.int32]
 Objects = npt.NDArray[np.object_]
 
 
+def no_ints() -> Ints:
+    """[0]."""
+    return np.empty(0, np.int64)
+
+
+def no_objects() -> Objects:
+    """[0]."""
+    return np.empty(0, np.object_)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Decodes:
     """D sequences that compute one token each and sample by temperature, top-k, top-p and min-p
@@ -54,14 +64,14 @@ class Decodes:
 
 
 NO_DECODES = Decodes(
-    rids=np.empty(0, np.object_),
-    token_ids=np.empty(0, np.int64),
-    starts=np.empty(0, np.int64),
+    rids=no_objects(),
+    token_ids=no_ints(),
+    starts=no_ints(),
     page_table=np.empty((0, 0), np.int32),
     seeds=np.empty(0, np.uint64),
-    num_generated=np.empty(0, np.int64),
+    num_generated=no_ints(),
     rules=np.empty((3, 0), np.float32),
-    top_k=np.empty(0, np.int64),
+    top_k=no_ints(),
 )
 
 

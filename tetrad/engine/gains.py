@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from tetrad.core.plan import Ints, Objects
+from tetrad.core.plan import Ints, Objects, no_ints, no_objects
 from tetrad.core.request import RequestOutput
 from tetrad.engine.work import output_of
-
-
-def _none() -> Ints:
-    return np.empty(0, np.int64)
-
-
-def _nobody() -> Objects:
-    return np.empty(0, np.object_)
 
 
 @dataclass(slots=True)
@@ -26,13 +16,13 @@ class StepGain:
     stays as it was told."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
-    token_ids: Ints = field(default_factory=_none)
+    token_ids: Ints = field(default_factory=no_ints)
     """[n] the plain tokens."""
-    numbers: Ints = field(default_factory=_none)
+    numbers: Ints = field(default_factory=no_ints)
     """[n] `Request.number` of who gets each,"""
-    workers: Ints = field(default_factory=_none)
+    workers: Ints = field(default_factory=no_ints)
     """[n] `Request.worker`,"""
-    sequences: Objects = field(default_factory=_nobody)
+    sequences: Objects = field(default_factory=no_objects)
     """[n] and who that is."""
 
     def __len__(self) -> int:

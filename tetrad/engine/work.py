@@ -7,19 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tetrad.core.plan import NO_DECODES, Decodes, Ints, Objects, StepPlan
+from tetrad.core.plan import NO_DECODES, Decodes, Ints, Objects, StepPlan, no_ints, no_objects
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.core.step import SampleWork, SequenceWork
 from tetrad.engine.rows import Rows
 from tetrad.engine.sequence import Sequence
-
-
-def _no_rows() -> Ints:
-    return np.empty(0, np.int64)
-
-
-def _nobody() -> Objects:
-    return np.empty(0, np.object_)
 
 
 @dataclass(slots=True)
@@ -27,10 +19,10 @@ class PlannedStep:
     """A step that is not applied yet, and whose its rows are: columns [D] and pairs."""
 
     decodes: Decodes = NO_DECODES
-    rows: Ints = field(default_factory=_no_rows)
-    serials: Ints = field(default_factory=_no_rows)
+    rows: Ints = field(default_factory=no_ints)
+    serials: Ints = field(default_factory=no_ints)
     """Of the stays in those rows: by now others may have them."""
-    sequences: Objects = field(default_factory=_nobody)
+    sequences: Objects = field(default_factory=no_objects)
     works: list[tuple[Sequence, SequenceWork]] = field(default_factory=list)
     """What goes on, then newcomers."""
 

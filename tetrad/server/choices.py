@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from tetrad.core.errors import EngineDiedError, RequestError
@@ -13,7 +14,7 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
-from tetrad.server.push import ChoiceReader, Inbox, ShortWay
+from tetrad.server.push import ChoiceReader, Inbox, Outlet, Render, ShortWay, Texts, no_texts
 from tetrad.server.service import Service
 from tetrad.server.session import Delta, GenerationError, Session
 
@@ -125,9 +126,26 @@ async def generate(
             told.completion_tokens = sum(choice.session.completion_tokens for choice in choices)
 
 
+async def pieces(
+    service: Service,
+    route: str,
+    choices: Sequence[Choice],
+    outlet: Outlet | None,
+    render: Render,
+    text: Texts = no_texts,
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer but for those that go to `outlet`, if there is one; `render`
+    and `text` as in ShortWay."""
+    short_way = ShortWay(render, outlet, text) if outlet else None
+    async with aclosing(generate(service, route, choices, short_way)) as deltas:
+        async for index, delta in deltas:
+            if piece := render(index, delta):
+                yield piece
+
+
 def _waiting(choices: Sequence[Choice], *, shares: bool) -> dict[int, list[int]]:
     """By the first choice of a prompt the others of it, which begin when its prompt is computed:
-    once it has a token its full pages are in the prefix cache. None if there is nothing to share.
+    once it has a token its full pages are in the prefix cache. Empty if there is nothing to share.
     """
     waiting: dict[int, list[int]] = {}
     first = 0

@@ -13,12 +13,12 @@ from starlette.responses import Response
 from tetrad.core.request import SamplingParams
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
-from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
+from tetrad.server.choices import Choice, generate, make_choices, new_id, pieces, room_for_answer
 from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, completion_logprobs
 from tetrad.server.protocol import CompletionBody
-from tetrad.server.push import Outlet, Renderer, ShortWay
+from tetrad.server.push import Outlet, Renderer
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta, Session
@@ -106,12 +106,10 @@ class _Answer:
 
     async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Chunks, as events."""
-        render, text = self._renderer()
-        short_way = ShortWay(render, outlet, text) if outlet else None
-        async with aclosing(generate(self._service, ROUTE, self._choices, short_way)) as deltas:
-            async for index, delta in deltas:
-                if piece := render(index, delta):
-                    yield piece
+        found = pieces(self._service, ROUTE, self._choices, outlet, *self._renderer())
+        async with aclosing(found) as events:
+            async for piece in events:
+                yield piece
         if self._body.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})
 

@@ -15,12 +15,12 @@ from tetrad.core.errors import RequestError
 from tetrad.core.request import SamplingParams, TokenLogprob
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
-from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
+from tetrad.server.choices import Choice, generate, make_choices, new_id, pieces, room_for_answer
 from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import event
 from tetrad.server.logprobs import native_logprobs
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
-from tetrad.server.push import Outlet, ShortWay
+from tetrad.server.push import Outlet
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta, Session
@@ -133,11 +133,10 @@ class _Answer:
 
     async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Every event holds all of its choice so far; several choices say which they are."""
-        short_way = ShortWay(self._render, outlet) if outlet else None
-        async with aclosing(generate(self._service, ROUTE, self._choices, short_way)) as deltas:
-            async for index, delta in deltas:
-                if piece := self._render(index, delta):
-                    yield piece
+        found = pieces(self._service, ROUTE, self._choices, outlet, self._render)
+        async with aclosing(found) as events:
+            async for piece in events:
+                yield piece
 
     def _render(self, index: int, delta: Delta) -> bytes:
         self._drafts[index].add(delta)

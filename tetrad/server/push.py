@@ -50,8 +50,8 @@ Renderer = tuple[Render, Texts]
 """`render` and `text` of a ShortWay."""
 
 
-def _no_texts(_index: int) -> None:
-    return None
+def no_texts(_index: int) -> None:
+    """There are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ShortWay:
     """Makes events of what a step added to the choice of an index; empty if that is nothing to
     tell."""
     outlet: Outlet
-    text: Texts = _no_texts
+    text: Texts = no_texts
     """What does the same for a choice to which text is added and nothing else, if it may be used
     now."""
 
