@@ -4,10 +4,14 @@ health need not wait for them."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -141,7 +145,7 @@ async def test_who_leaves_while_it_stands_in_line_leaves_nothing(
 async def test_who_stands_in_line_when_it_closes_is_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(entrance, "CONNECTIONS_A_TURN", 1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        door = Entrance(listener, asyncio.Protocol, None, 30)
+        door = Entrance(listener, asyncio.Protocol, lambda _: None, None, 30)
         clients = [socket.create_connection(listener.getsockname()) for _ in range(20)]
         for client in clients:
             client.sendall(b"POST")
@@ -155,3 +159,62 @@ async def test_who_stands_in_line_when_it_closes_is_closed(monkeypatch: pytest.M
         for client in clients:
             client.close()
         await asyncio.sleep(0.05)
+
+
+class Late(asyncio.Protocol):
+    """A connection of a server."""
+
+    transport: asyncio.BaseTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+
+async def reads_the_end(client: socket.socket) -> bool:
+    client.setblocking(False)
+    received = asyncio.get_running_loop().sock_recv(client, 1)
+    return await asyncio.wait_for(received, 5) == b""
+
+
+async def test_who_is_made_while_it_closes_is_told_of_the_end():
+    """The server has told those it knew of by then."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        door = Entrance(listener, Late, lambda late: late.transport.close(), None, 30)
+        with socket.create_connection(listener.getsockname()) as client:
+            while not door._making:
+                await asyncio.sleep(0)
+            door.close()
+            await asyncio.wait_for(door.wait_closed(), 5)
+            assert await reads_the_end(client)
+
+
+async def test_a_handshake_is_not_waited_for_at_the_end():
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        door = Entrance(listener, Late, lambda _: None, context, 30)
+        with socket.create_connection(listener.getsockname()) as client:
+            while not door._making:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)  # it is under way
+            door.close()
+            await asyncio.wait_for(door.wait_closed(), 5)
+            assert await reads_the_end(client)
+
+
+async def test_a_spare_descriptor_that_somebody_took_is_not_closed(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        door = Entrance(listener, Late, lambda _: None, None, 30)
+        spare = door._spare
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", no_descriptor)
+            door._turn_away()
+        taken = os.open(os.devnull, os.O_RDONLY)
+        assert taken == spare
+        door._turn_away()
+        door.close()
+        os.fstat(taken)
+        os.close(taken)
+
+
+def no_descriptor(*_: Any) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")

@@ -18,6 +18,9 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
+
+P = TypeVar("P", bound=asyncio.Protocol)
 
 ACCEPTS_A_TURN = 128
 CONNECTIONS_A_TURN = 16
@@ -71,35 +74,41 @@ class Turnstile:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-class Entrance:
+class Entrance(Generic[P]):
     """Takes connections from a listening socket, in place of `loop.create_server`'s server."""
 
     def __init__(
         self,
         listener: socket.socket,
-        protocol: Callable[[], asyncio.Protocol],
+        protocol: Callable[[], P],
+        shut_down: Callable[[P], None],
         tls: ssl.SSLContext | None,
         backlog: int,
     ) -> None:
-        """`protocol` makes that of a connection."""
+        """`protocol` makes that of a connection. `shut_down`: for who is made too late to be told
+        of the end with the others."""
         self._listener = listener
         self._protocol = protocol
+        self._shut_down = shut_down
         self._tls = tls
         self._turnstile = Turnstile(CONNECTIONS_A_TURN)
         self._making: set[asyncio.Task[None]] = set()
-        self._spare = os.open(os.devnull, os.O_RDONLY)
+        self._spare: int | None = None
         """A descriptor to give up, so that who is one too many can be told by closing."""
         self._is_closed = False
+        self._keep_spare()
         listener.setblocking(False)
         listener.listen(backlog)
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more. Who has not ended the handshake of TLS by now has asked for nothing."""
         if not self._is_closed:
             self._is_closed = True
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
-            os.close(self._spare)
+            self._give_up_spare()
+            for task in self._making if self._tls else ():
+                task.cancel()
 
     async def wait_closed(self) -> None:
         """Those that are being made are made, or have failed."""
@@ -145,16 +154,35 @@ class Entrance:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
+            _, made = await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
         except OSError:  # it has left, or does not speak TLS
             connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            if self._is_closed:
+                self._shut_down(made)
 
     def _turn_away(self) -> None:
         """There is no descriptor for who comes next."""
-        os.close(self._spare)
+        self._give_up_spare()
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY)
+        if not self._keep_spare():
+            self._pause()
+
+    def _keep_spare(self) -> bool:
+        """Somebody may have taken the last one."""
+        if self._spare is None:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+        return self._spare is not None
+
+    def _give_up_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
 
     def _pause(self) -> None:
         loop = asyncio.get_running_loop()
@@ -163,4 +191,5 @@ class Entrance:
 
     def _resume(self) -> None:
         if not self._is_closed:
+            self._keep_spare()
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)

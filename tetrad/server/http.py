@@ -115,7 +115,7 @@ class _Uvicorn(uvicorn.Server):
             return Connection(self.config, self.server_state, {}, turnstile=turnstile)
 
         entrances: list[Any] = [
-            Entrance(listener, protocol, self.config.ssl, self.config.backlog)
+            Entrance(listener, protocol, Connection.shutdown, self.config.ssl, self.config.backlog)
             for listener in sockets or ()
         ]
         self.servers = entrances
