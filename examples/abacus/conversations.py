@@ -43,6 +43,19 @@ MIXTURES: dict[int, dict[str, float]] = {
     640: {"lookup": 60, "tool_call": 16, "tool_result": 16, "history": 4, "chat": 4},
 }
 
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a careful assistant. Be brief.",
+    "You are Abacus.",
+    "You are a calculator.",
+    "Answer the question.",
+    "Answer in one line.",
+    "Be polite and precise.",
+    "Think step by step.",
+    "You are an expert in mathematics. Check every step before you answer.",
+    "You are a helpful AI assistant that answers questions of people who learn arithmetic.",
+)
+
 
 def template_environment() -> jinja2.Environment:
     """Jinja as chat templates expect it: `tojson` writes plain JSON, not HTML."""
@@ -116,7 +129,7 @@ def dress(rng: random.Random, problem: Problem) -> Problem:
     """Variety that the evaluation does not need: system prompts, no thinking, idle tools."""
     changes: dict[str, Any] = {}
     if rng.random() < 0.15:
-        system = {"role": "system", "content": rng.choice(phrases.SYSTEM_PROMPTS)}
+        system = {"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}
         changes["messages"] = [system, *problem.messages]
     if rng.random() < 0.15:
         changes["thinking"] = False

@@ -207,19 +207,6 @@ def draw_chat(rng: random.Random) -> tuple[str, str]:
     return topic, vary(rng, text)
 
 
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "You are a careful assistant. Be brief.",
-    "You are Abacus.",
-    "You are a calculator.",
-    "Answer the question.",
-    "Answer in one line.",
-    "Be polite and precise.",
-    "Think step by step.",
-    "You are an expert in mathematics. Check every step before you answer.",
-    "You are a helpful AI assistant that answers questions of people who learn arithmetic.",
-)
-
 # --- Lists ----------------------------------------------------------------------------------------
 
 LIST_STYLES = ((": ", ", "), (": ", "\n"), (" = ", ", "), (" = ", "\n"), (": ", "; "), ("=", ", "))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +11,16 @@ from starlette.responses import Response
 
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
-from tetrad.server.choices import Choice, generate, new_id, pieces
+from tetrad.server.choices import Choice, generate, new_id
 from tetrad.server.conversation import chat_choices
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, chat_logprobs
+from tetrad.server.openai_answer import OpenAIAnswer
 from tetrad.server.protocol import ChatBody
-from tetrad.server.push import Outlet, Renderer
+from tetrad.server.push import Renderer
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
 from tetrad.server.tool_events import ToolDelta
-from tetrad.server.usage import usage
 
 ROUTE = "/v1/chat/completions"
 
@@ -36,39 +34,18 @@ async def chat(service: Service, request: Request) -> Response:
     return EventStream(answer.events) if body.stream else LaterJson(answer.whole)
 
 
-class _Answer:
-    """One answer, streamed or whole."""
-
+class _Answer(OpenAIAnswer[ChatBody]):
     def __init__(
         self, service: Service, body: ChatBody, answer_id: str, choices: list[Choice]
     ) -> None:
-        self._service = service
-        self._body = body
-        self._choices = choices
-        self._head = {
-            "id": answer_id,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": service.model.name,
-        }
-
-    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
-        """Chunks, as events."""
-        found = pieces(self._service, ROUTE, self._choices, outlet, *self._renderer())
-        async with aclosing(found) as events:
-            async for piece in events:
-                yield piece
-        if self._body.include_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage()})
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, {"id": answer_id, "object": kind}, choices, ROUTE)
 
     def _renderer(self) -> Renderer:
-        """What makes an event of a delta, and of its text alone."""
         has_begun = [False] * len(self._choices)
-        tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
 
         def chunk(index: int, role: dict[str, Any], delta: Delta) -> dict[str, Any]:
-            end = {"usage": self._usage()} if self._body.has_running_usage else tail
-            return self._head | {"choices": [self._chunk_choice(index, role, delta)]} | end
+            return self._chunk(self._chunk_choice(index, role, delta))
 
         def plain(index: int) -> tuple[TextEvent, TextEvent]:
             return (
@@ -110,7 +87,6 @@ class _Answer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The complete answer."""
         drafts = [_Draft() for _ in self._choices]
         async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
             async for index, delta in deltas:
@@ -132,9 +108,6 @@ class _Answer:
         if not self._body.logprobs:
             return None
         return chat_logprobs(self._service.model.tokenizer, entries)
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(self._choices, len(self._choices))
 
 
 def _tool_delta(piece: ToolDelta) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -13,16 +12,16 @@ from starlette.responses import Response
 from tetrad.core.request import SamplingParams
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
-from tetrad.server.choices import Choice, generate, make_choices, new_id, pieces, room_for_answer
+from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
 from tetrad.server.constraints import grammar_of
 from tetrad.server.encoding import TextEvent, event
 from tetrad.server.logprobs import TokenEntry, completion_logprobs
+from tetrad.server.openai_answer import OpenAIAnswer
 from tetrad.server.protocol import CompletionBody
-from tetrad.server.push import Outlet, Renderer
+from tetrad.server.push import Renderer
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta, Session
-from tetrad.server.usage import usage
 
 ROUTE = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16
@@ -87,49 +86,24 @@ def _echoes(service: Service, body: CompletionBody) -> list[str]:
     return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
 
 
-class _Answer:
-    """One answer, streamed or whole."""
-
+class _Answer(OpenAIAnswer[CompletionBody]):
     def __init__(
         self, service: Service, body: CompletionBody, answer_id: str, choices: list[Choice]
     ) -> None:
-        self._service = service
-        self._body = body
-        self._choices = choices
+        head = {"id": answer_id, "object": "text_completion"}
+        super().__init__(service, body, head, choices, ROUTE)
         self._echoes = _echoes(service, body)
-        self._head = {
-            "id": answer_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.model.name,
-        }
-
-    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
-        """Chunks, as events."""
-        found = pieces(self._service, ROUTE, self._choices, outlet, *self._renderer())
-        async with aclosing(found) as events:
-            async for piece in events:
-                yield piece
-        if self._body.include_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage()})
 
     def _renderer(self) -> Renderer:
-        """What makes an event of a delta, and of its text alone."""
-        tail: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
-
-        has_running_usage = self._body.has_running_usage
-
         def chunk(index: int, text: str, delta: Delta) -> dict[str, Any]:
-            choice = self._choice(index, text, delta.entries, delta.finish)
-            end = {"usage": self._usage()} if has_running_usage else tail
-            return self._head | {"choices": [choice]} | end
+            return self._chunk(self._choice(index, text, delta.entries, delta.finish))
 
-        def plain_event(index: int) -> TextEvent:
-            return TextEvent(lambda text: chunk(index, text, Delta()))
+        def plain_chunk(index: int, text: str) -> dict[str, Any]:
+            return chunk(index, text, Delta())
 
-        plain = [plain_event(index) for index in range(len(self._choices))]
+        plain = [TextEvent(partial(plain_chunk, index)) for index in range(len(self._choices))]
         before = [self._echo(index) for index in range(len(self._choices))]
-        is_special = self._body.logprobs is not None or has_running_usage
+        is_special = self._body.logprobs is not None or self._body.has_running_usage
 
         def render(index: int, delta: Delta) -> bytes:
             if not delta.is_visible:
@@ -145,7 +119,6 @@ class _Answer:
         return render, text
 
     async def whole(self) -> dict[str, Any]:
-        """The complete answer."""
         texts: list[list[str]] = [[] for _ in self._choices]
         entries: list[list[TokenEntry]] = [[] for _ in self._choices]
         finishes: list[ChoiceFinish | None] = [None] * len(self._choices)
@@ -191,6 +164,3 @@ class _Answer:
             "finish_reason": finish.reason if finish else None,
             "matched_stop": finish.matched if finish else None,
         }
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(self._choices, self._body.num_tried)
