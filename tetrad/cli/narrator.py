@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,16 +13,19 @@ if TYPE_CHECKING:
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 CLEAR_LINE = "\r\x1b[K"
+LINE_S = 10.0
+"""How long a load may go on in a log without a line."""
 
 
 class Narrator:
-    """Tells on stderr what happens; on a terminal dimmed, and with a bar where one is wanted."""
+    """Tells on stderr what happens: dimmed and with a bar on a terminal, in lines in a log."""
 
     def __init__(self, *, show_bar: bool = False) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._show_bar = show_bar and self._is_terminal
+        self._show_bar = show_bar
         self._bar: Progress | None = None
-        self._num_failed = 0
+        self._num_requests = self._num_done = self._num_failed = 0
+        self._began_at = self._told_at = 0.0
 
     def say(self, line: str) -> None:
         """One line about what happens next."""
@@ -44,7 +48,9 @@ class Narrator:
 
     def begin(self, num_requests: int) -> None:
         """The measured load starts."""
-        if self._show_bar:
+        self._num_requests, self._num_done, self._num_failed = num_requests, 0, 0
+        self._began_at = self._told_at = time.monotonic()
+        if self._show_bar and self._is_terminal:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as RichProgress
@@ -61,11 +67,17 @@ class Narrator:
             self._bar.start()
 
     def finished(self, has_failed: bool) -> None:
-        """Move the bar."""
+        """One request has ended."""
+        self._num_done += 1
         self._num_failed += has_failed
+        told = f"requests, {self._num_failed} failed" if self._num_failed else "requests"
         if self._bar is not None:
-            failed = f"requests, {self._num_failed} failed" if self._num_failed else "requests"
-            self._bar.update(self._bar.task_ids[0], advance=1, description=failed)
+            self._bar.update(self._bar.task_ids[0], advance=1, description=told)
+        elif self._show_bar and (now := time.monotonic()) - self._told_at >= LINE_S:
+            self._told_at = now
+            self.say(
+                f"{self._num_done} of {self._num_requests} {told}, {now - self._began_at:.0f} s"
+            )
 
     def end(self) -> None:
         """Leave the bar as it is."""
