@@ -49,7 +49,7 @@ def test_the_table_shows_errors_and_sizes(tetrad: Run, source: Path, tmp_path: P
     assert code == 0
     assert f"tetrad serve {tmp_path / 'out'}" in " ".join(out.split())
     assert "Quantising: " in err
-    assert "GB/s" in err
+    assert "MB/s" in err
 
 
 def test_patterns_choose_and_force_replaces(tetrad: Run, source: Path, tmp_path: Path):

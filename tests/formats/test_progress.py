@@ -41,7 +41,7 @@ def test_small_models_are_told_in_smaller_units():
     with ByteProgress("Loading", lines.append, clock=clock) as progress:
         clock.now_s += 0.5
         progress(5_000_000, 10_000_000)
-    assert "5.00 MB / 10.00 MB  0.01 GB/s" in lines[0]
+    assert "5.00 MB / 10.00 MB  10.00 MB/s" in lines[0]
 
 
 def test_a_failure_has_no_summary():

@@ -94,4 +94,4 @@ def _size(num_bytes: int) -> str:
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
-    return f"{num_bytes / _GB / max(seconds, 1e-9):.2f} GB/s"
+    return f"{_size(round(num_bytes / max(seconds, 1e-9)))}/s"
