@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,12 +33,3 @@ class Rates:
     def link_us(self, num_bytes: float) -> float:
         """Of receiving so much, latencies left out."""
         return num_bytes / self.link_gb_per_s / 1e3
-
-
-def limits_by_op(calls: Iterable[OpCall], rates: Rates) -> dict[tuple[str, str], float]:
-    """(part, op) → microseconds, one call after another."""
-    found: dict[tuple[str, str], float] = {}
-    for call in calls:
-        key = (call.part, call.op)
-        found[key] = found.get(key, 0.0) + rates.limit_us(call)
-    return found
