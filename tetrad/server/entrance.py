@@ -155,11 +155,10 @@ class Entrance(Generic[P]):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             loop = asyncio.get_running_loop()
             _, made = await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
-        except OSError:  # it has left, or does not speak TLS
+        except BaseException as error:
             connection.close()
-        except BaseException:
-            connection.close()
-            raise
+            if not isinstance(error, OSError):  # those have left, or do not speak TLS
+                raise
         else:
             if self._is_closed:
                 self._shut_down(made)
