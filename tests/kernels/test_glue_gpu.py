@@ -119,6 +119,17 @@ def test_a_sampled_row_does_not_depend_on_its_batch():
     assert torch.equal(together, torch.cat(alone))
 
 
+@pytest.mark.parametrize("num_tokens", [256, 1024, 2048])
+def test_a_token_s_sum_does_not_depend_on_its_batch(num_tokens: int):
+    op = OPS["reduce_experts"]
+    inputs = inputs_of(op, glm_case("reduce_experts", num_tokens))
+    rows = inputs["rows"].view(num_tokens, 8, -1)
+    few = {name: inputs[name][:40] for name in ("ids", "slot_weights", "shared", "residual")}
+    alone = op.backends["triton"].run(rows=rows[:40].flatten(0, 1), **few)
+    together = op.backends["triton"].run(**inputs)[:40]
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 33])
 @pytest.mark.parametrize("name", GLUE_OPS)
 def test_a_graph_replays_with_other_inputs(name: str, num_tokens: int):

@@ -36,6 +36,8 @@ CONTRACT = Contract(
         _case("odd width", T=4, K=4, D=37, residual=False),
         _case("everything dropped", T=3, K=2, D=16, dropped=1.0, shared=False, residual=False),
         _case("residual alone", T=3, K=2, D=16, dropped=1.0, shared=False),
+        _case("many tokens, most dropped", T=260, K=3, D=40, dropped=0.8),
+        _case("many tokens, wide", T=1025, K=1, D=1030, dropped=0.5, residual=False),
         _case("glm", T=3, K=8, D=6144),
     ),
     flops=lambda c: (2.0 * c["K"] + _added(c)) * c["T"] * c["D"],
