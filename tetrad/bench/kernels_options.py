@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from tetrad.core.errors import nearest
-from tetrad.core.option import Config, option
+from tetrad.core.option import Config, checked, option
 from tetrad.core.presets import PRESETS
 
 
@@ -87,10 +87,7 @@ class BenchKernelsConfig(Config):
         None, "Draw a roofline with a point for each row (needs matplotlib).", group="Result"
     )
 
-    @field_validator("tokens", "tokens_per_expert")
-    @classmethod
-    def _counts(cls, text: str) -> str:
-        return checked_counts(text)
+    _counts = checked("tokens", "tokens_per_expert", by=checked_counts)
 
     @field_validator("ranks")
     @classmethod

@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from tetrad.bench.kernels_options import checked_counts, split
-from tetrad.core.attention_names import attention_backend
+from tetrad.core.attention_names import checked_attention
 from tetrad.core.keys import checked_cache_dtype
-from tetrad.core.option import Config, option
+from tetrad.core.option import Config, checked, option
 from tetrad.core.presets import PRESETS
-from tetrad.core.ranks import Ranks
+from tetrad.core.ranks import Ranks, checked_layout
 
 
 class BenchRankConfig(Config):
@@ -104,20 +104,9 @@ class BenchRankConfig(Config):
             raise ValueError("at least one batch was expected")
         return checked_counts(text)
 
-    @field_validator("attention_backend")
-    @classmethod
-    def _attention_backend(cls, name: str) -> str:
-        return attention_backend(name)
-
-    @field_validator("kv_cache_dtype")
-    @classmethod
-    def _cache_dtype(cls, name: str) -> str:
-        return checked_cache_dtype(name)
-
-    @field_validator("ranks")
-    @classmethod
-    def _layout(cls, text: str) -> str:
-        return str(Ranks.parse(text))
+    _attention = checked("attention_backend", by=checked_attention)
+    _cache_dtype = checked("kv_cache_dtype", by=checked_cache_dtype)
+    _layout = checked("ranks", by=checked_layout)
 
     @model_validator(mode="after")
     def _fits(self) -> BenchRankConfig:

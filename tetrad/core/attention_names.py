@@ -35,7 +35,7 @@ MISSING = {
 """SGLang's name → why there is no such backend."""
 
 
-def attention_backend(name: str) -> str:
+def checked_attention(name: str) -> str:
     """Our name of a backend. Raises ValueError for one that we have not."""
     if name in MISSING:
         raise ValueError(

@@ -5,18 +5,19 @@ Flag names are SGLang's where SGLang has one, so that a launch script carries ov
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from tetrad.core.attention_names import attention_backend
+from tetrad.core.attention_names import checked_attention
 from tetrad.core.backend_names import EXPERTS, checked_backend
 from tetrad.core.keys import checked_cache_dtype
 from tetrad.core.operation_options import OperationOptions
-from tetrad.core.option import Config, option
+from tetrad.core.option import Config, checked, option
 from tetrad.core.quantization import checked_scheme
-from tetrad.core.ranks import Ranks
+from tetrad.core.ranks import Ranks, checked_layout
 
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -283,30 +284,14 @@ class ModelOptions(Config):
         "info", "Least severe log line to print."
     )
 
-    @field_validator("attention_backend", "decode_attention_backend", "prefill_attention_backend")
-    @classmethod
-    def _attention_backend(cls, name: str | None) -> str | None:
-        return None if name is None else attention_backend(name)
-
-    @field_validator("moe_runner_backend")
-    @classmethod
-    def _experts_backend(cls, name: str) -> str:
-        return checked_backend(name, EXPERTS)
-
-    @field_validator("kv_cache_dtype")
-    @classmethod
-    def _cache_dtype(cls, name: str) -> str:
-        return checked_cache_dtype(name)
-
-    @field_validator("quantization")
-    @classmethod
-    def _scheme(cls, name: str | None) -> str | None:
-        return None if name is None else checked_scheme(name)
-
-    @field_validator("rehearse")
-    @classmethod
-    def _layout(cls, text: str | None) -> str | None:
-        return None if text is None else str(Ranks.parse(text))
+    _attention = checked(
+        *("attention_backend", "decode_attention_backend", "prefill_attention_backend"),
+        by=checked_attention,
+    )
+    _experts = checked("moe_runner_backend", by=partial(checked_backend, known=EXPERTS))
+    _cache_dtype = checked("kv_cache_dtype", by=checked_cache_dtype)
+    _scheme = checked("quantization", by=checked_scheme)
+    _layout = checked("rehearse", by=checked_layout)
 
     @property
     def rehearsed(self) -> Ranks | None:

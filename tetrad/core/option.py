@@ -5,10 +5,10 @@ The command line and its help are generated from these models, never written bes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.config import JsonDict
 
 from tetrad.core.errors import ConfigError, nearest
@@ -65,6 +65,12 @@ def option(
     extra: JsonDict = {"aliases": list(aliases), "group": group, "env": env}
     limits.setdefault("repr", env is None)
     return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def checked(*names: str, by: Callable[[str], str]) -> Any:
+    """A validator of fields that hold a text or None: `by` returns the text as the field will hold
+    it, or raises ValueError."""
+    return field_validator(*names)(lambda text: None if text is None else by(text))
 
 
 def secrets(config: type[Config]) -> set[str]:

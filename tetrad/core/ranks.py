@@ -177,3 +177,8 @@ class Ranks:
 
 ALONE = Ranks()
 """One rank that holds everything."""
+
+
+def checked_layout(text: str) -> str:
+    """A layout as `Ranks.parse` reads it, written out in full. Raises ValueError."""
+    return str(Ranks.parse(text))
