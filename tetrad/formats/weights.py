@@ -30,7 +30,17 @@ def block_grid(out: int, width: int) -> tuple[int, int]:
     return -(-out // FP8_BLOCK), -(-width // FP8_BLOCK)
 
 
-class _Stored:
+class HoldsTensors:
+    """A dataclass whose fields are tensors, or others that hold some, among what else it knows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; what stands in two fields counts once."""
+        held = {id(part): part for part in (getattr(self, f.name) for f in fields(self))}  # type: ignore[arg-type]
+        return sum(p.nbytes for p in held.values() if isinstance(p, Tensor | HoldsTensors))
+
+
+class _Stored(HoldsTensors):
     """What the formats have in common. Subclasses are dataclasses whose fields are tensors."""
 
     format_name: ClassVar[str]
@@ -47,11 +57,6 @@ class _Stored:
     def tensors(self) -> dict[str, Tensor]:
         """Field name → tensor."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, scales included."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @property
     def device(self) -> torch.device:

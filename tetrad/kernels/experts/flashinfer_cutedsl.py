@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.formats.e2m1 import E2M1_MAX
-from tetrad.formats.weights import E4M3_MAX
+from tetrad.formats.weights import E4M3_MAX, HoldsTensors
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import flashinfer_parts as parts
 from tetrad.kernels.experts import reference
@@ -35,7 +35,7 @@ GROUP_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class CuteDslExperts:
+class CuteDslExperts(HoldsTensors):
     """One layer's experts as the kernel reads them."""
 
     gate_up: Tensor
@@ -52,13 +52,6 @@ class CuteDslExperts:
     """float32 [E]"""
     hidden_scale: Tensor
     """float32 [1]: 1 / (6 * 448), on which the scales of the rounded rows are built"""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        scales = (self.gate_up_scales, self.down_scales)
-        factors = (self.gate_up_factor, self.down_factor, self.hidden_scale)
-        return parts.nbytes(self.gate_up, self.down, *scales, *factors)
 
 
 Prepared = CuteDslExperts | DenseExperts | StoredExperts

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.hardware import DeviceSnapshot
+from tetrad.formats.weights import HoldsTensors
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import flashinfer_parts as parts
 from tetrad.kernels.experts import reference
@@ -35,7 +36,7 @@ scale for each row; a scale taken from the step would make a token depend on its
 
 
 @dataclass(frozen=True, eq=False)
-class CutlassExperts:
+class CutlassExperts(HoldsTensors):
     """One layer's experts as the kernel reads them."""
 
     gate_up: Tensor
@@ -55,11 +56,6 @@ class CutlassExperts:
     hidden_multiplier: Tensor
     """float32 [E]: up over gate, over ROW_SCALE. Up went through gate's factor; so what is rounded
     is back at its worth."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return parts.nbytes(self.gate_up, self.down, *self.quant_scales)
 
     @property
     def quant_scales(self) -> list[Tensor]:

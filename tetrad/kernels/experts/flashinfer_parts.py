@@ -91,8 +91,3 @@ def finished(y: Tensor, *added: Tensor | None) -> Tensor:
         if rows is not None:
             y = y + rows
     return y
-
-
-def nbytes(*tensors: Tensor) -> int:
-    """Bytes in memory."""
-    return sum(tensor.nbytes for tensor in tensors)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.hardware import DeviceSnapshot
+from tetrad.formats.weights import HoldsTensors
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import flashinfer_parts as parts
 from tetrad.kernels.experts import reference
@@ -37,7 +38,7 @@ knows."""
 
 
 @dataclass(frozen=True, eq=False)
-class TrtllmExperts:
+class TrtllmExperts(HoldsTensors):
     """One layer's experts as the kernel reads them."""
 
     gate_up: Tensor
@@ -52,13 +53,6 @@ class TrtllmExperts:
     """float32 [E], as the other two"""
     up_factor: Tensor
     down_factor: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        scales = (self.gate_up_scales, self.down_scales)
-        factors = (self.gate_factor, self.up_factor, self.down_factor)
-        return parts.nbytes(self.gate_up, self.down, *scales, *factors)
 
 
 Prepared = TrtllmExperts | DenseExperts | StoredExperts

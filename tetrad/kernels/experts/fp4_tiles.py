@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.errors import UnsupportedError
-from tetrad.formats.weights import NVFP4_BLOCK, Nvfp4Weight
+from tetrad.formats.weights import NVFP4_BLOCK, HoldsTensors, Nvfp4Weight
 from tetrad.kernels.experts.tiles import Capability, shared_bytes_of
 
 TILE_ROWS = 128
@@ -25,7 +25,7 @@ SLACK_BYTES = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Fp4Operand:
+class Fp4Operand(HoldsTensors):
     """The weights of one product of all experts; sizes are filled up with zeros to whole tiles."""
 
     codes: Tensor
@@ -46,11 +46,6 @@ class Fp4Operand:
     def width(self) -> int:
         """Columns, filled up to whole steps."""
         return self.codes.shape[2] * STEP_COLUMNS
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.codes.nbytes + self.scales.nbytes + self.global_scale.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tetrad.formats.weights import NVFP4_BLOCK, Nvfp4Weight
+from tetrad.formats.weights import NVFP4_BLOCK, HoldsTensors, Nvfp4Weight
 
 TILE_ROWS = 128
 """Matrix rows of a tile; half gate and half up rows where both are joined."""
@@ -55,7 +55,7 @@ SCALE_NAN = 0xFF
 
 
 @dataclass(frozen=True, eq=False)
-class PackedMatrix:
+class PackedMatrix(HoldsTensors):
     """A stack of experts' matrices, one tile order for all devices."""
 
     words: Tensor
@@ -64,11 +64,6 @@ class PackedMatrix:
     """int32 [E, tiles, granules, SCALES_PER_GRANULE]"""
     global_scale: Tensor
     """float32 [E, parts], times UNSCALE; two parts (gate, up) or one"""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.words.nbytes + self.scales.nbytes + self.global_scale.nbytes
 
 
 def _moves(places: dict[int, int], device: torch.device) -> Tensor:

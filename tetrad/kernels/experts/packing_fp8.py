@@ -29,7 +29,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tetrad.formats.weights import FP8_BLOCK, Fp8BlockWeight, Fp8TensorWeight, block_grid
+from tetrad.formats.weights import (
+    FP8_BLOCK,
+    Fp8BlockWeight,
+    Fp8TensorWeight,
+    HoldsTensors,
+    block_grid,
+)
 from tetrad.kernels.experts.packing import BLOCK_ROWS, TILE_ROWS, num_tiles
 
 GRANULE_COLUMNS = 32
@@ -41,18 +47,13 @@ Fp8Weight = Fp8BlockWeight | Fp8TensorWeight
 
 
 @dataclass(frozen=True, eq=False)
-class PackedFp8:
+class PackedFp8(HoldsTensors):
     """A stack of experts' matrices, one tile order for all devices."""
 
     words: Tensor
     """int64 [E, tiles, granules, WORDS_PER_GRANULE]; columns are filled up to whole scale blocks"""
     scales: Tensor
     """float32 [E, tiles, blocks of columns, parts]; two parts (gate, up) or one"""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.words.nbytes + self.scales.nbytes
 
 
 def pack_fp8(parts: tuple[Fp8Weight, ...]) -> PackedFp8:

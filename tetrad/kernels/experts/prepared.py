@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tetrad.formats.weights import Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight, Weight
+from tetrad.formats.weights import (
+    Fp8BlockWeight,
+    Fp8TensorWeight,
+    HoldsTensors,
+    Nvfp4Weight,
+    Weight,
+)
 from tetrad.kernels.experts import reference
 from tetrad.kernels.experts.packing import GRANULE_COLUMNS, TILE_ROWS
 from tetrad.kernels.experts.packing_fp8 import pack_fp8
@@ -23,7 +29,7 @@ MOST_IN_PARTS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
+class Operand(HoldsTensors):
     """The weights of one product of all experts."""
 
     first: Tensor
@@ -55,15 +61,9 @@ class Operand:
         """Granules of one weight tile."""
         return -(-self.width // GRANULE_COLUMNS)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        second = 0 if self.second is self.first else self.second.nbytes
-        return self.first.nbytes + second + self.global_scale.nbytes
-
 
 @dataclass(frozen=True, eq=False)
-class GroupedExperts:
+class GroupedExperts(HoldsTensors):
     """The experts of one layer, ready for two grouped products."""
 
     gate_up: Operand
@@ -71,11 +71,6 @@ class GroupedExperts:
     num_experts: int
     num_routed: int
     """Experts that the tokens choose among, those of other ranks included."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.gate_up.nbytes + self.down.nbytes
 
 
 Prepared = GroupedExperts | DenseExperts | StoredExperts

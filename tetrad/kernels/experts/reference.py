@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tetrad.formats.weights import DenseWeight, Weight
+from tetrad.formats.weights import DenseWeight, HoldsTensors, Weight
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.weights import ExpertWeights
 
@@ -39,7 +39,7 @@ class DenseExperts:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredExperts:
+class StoredExperts(HoldsTensors):
     """Experts as stored, decoded to fp32 one at a time when used."""
 
     stored: ExpertWeights
@@ -47,11 +47,6 @@ class StoredExperts:
     @property
     def num_experts(self) -> int:
         return self.stored.num_experts
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.stored.nbytes
 
     def apply(self, expert: int, rows: Tensor) -> Tensor:
         """One expert's MLP. [n, D] to fp32 [n, D]."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.hardware import DeviceSnapshot
+from tetrad.formats.weights import HoldsTensors
 from tetrad.kernels import triton_support
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import reference
@@ -55,17 +56,12 @@ GROUP = constexpr(GROUP_ROWS)
 
 
 @dataclass(frozen=True, eq=False)
-class Fp4Experts:
+class Fp4Experts(HoldsTensors):
     """The experts of one layer, in tiles."""
 
     gate_up: Fp4Operand
     down: Fp4Operand
     num_experts: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.gate_up.nbytes + self.down.nbytes
 
 
 Prepared = Fp4Experts | DenseExperts | StoredExperts

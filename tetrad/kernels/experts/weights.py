@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tetrad.formats.weights import Weight
+from tetrad.formats.weights import HoldsTensors, Weight
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertWeights:
+class ExpertWeights(HoldsTensors):
     """Three stacks, each in its own format.
 
     Gate and up stay apart because nothing makes them agree: their global scales may differ, even
@@ -27,8 +27,3 @@ class ExpertWeights:
     @property
     def num_experts(self) -> int:
         return self.gate.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.gate.nbytes + self.up.nbytes + self.down.nbytes

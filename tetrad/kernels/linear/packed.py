@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tetrad.formats.weights import Fp8BlockWeight, Fp8TensorWeight, Nvfp4Weight
+from tetrad.formats.weights import Fp8BlockWeight, Fp8TensorWeight, HoldsTensors, Nvfp4Weight
 from tetrad.kernels.experts import packing, packing_fp8, triton_packing
 from tetrad.kernels.linear.triton_splits import MOST_SPLIT_TILES
 
@@ -15,7 +15,7 @@ Quantised = Nvfp4Weight | Fp8BlockWeight | Fp8TensorWeight
 
 
 @dataclass(frozen=True, eq=False)
-class PackedLinear:
+class PackedLinear(HoldsTensors):
     """One matrix in tile order."""
 
     words: Tensor
@@ -44,12 +44,6 @@ class PackedLinear:
         """Columns with what fills them up to whole granules, or whole blocks for FP8."""
         columns = packing.GRANULE_COLUMNS if self.bits == 4 else packing_fp8.GRANULE_COLUMNS
         return self.words.shape[1] * columns
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        parts = (self.words, self.scales, self.global_scale, self.arrived)
-        return sum(part.nbytes for part in parts)
 
 
 def pack(weight: Quantised) -> PackedLinear:

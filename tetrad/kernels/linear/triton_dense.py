@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tetrad.formats.weights import HoldsTensors
 from tetrad.kernels.experts.grouping import cores_of
 from tetrad.kernels.linear.dense_tiles import DenseTile, splits_for, tile_for
 from tetrad.kernels.linear.triton_splits import MOST_SPLIT_TILES, place_of, store_product
@@ -25,7 +26,7 @@ COPY_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
-class DenseLinear:
+class DenseLinear(HoldsTensors):
     """A bf16 matrix as stored, and what counts the parts of its sums."""
 
     weight: Tensor
@@ -39,11 +40,6 @@ class DenseLinear:
         """No copy where the rows already follow one another."""
         arrived = torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=weight.device)
         return DenseLinear(weight.contiguous(), arrived)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.weight.nbytes + self.arrived.nbytes
 
 
 @jit(do_not_specialize=["num_tokens"])
