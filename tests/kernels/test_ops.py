@@ -45,6 +45,35 @@ def test_op(op: Op, backend: Backend, case: Case, dtype: torch.dtype, device: st
         assert result.passes(tolerance), result
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("add_rms_norm", "into"),
+        ("route", "weights_into"),
+        ("route", "ids_into"),
+        ("route_activate", "weights_into"),
+        ("route_activate", "ids_into"),
+    ],
+)
+def test_a_result_is_written_where_it_is_wanted(name: str, place: str, device: str):
+    """And nowhere beside it: `place` is rows of a larger tensor."""
+    op = OPS[name]
+    case = next(case for case in op.contract.cases if case.values.get("into"))
+    for backend in op.backends.values():
+        if backend.why_not(snapshot(device)):
+            continue
+        inputs = op.check.inputs(case, torch.float32, torch.device(device))
+        num_rows, width = inputs[place].shape
+        around = torch.full((num_rows + 2, width), 77, device=device, dtype=inputs[place].dtype)
+        results = backend.run(**inputs | {place: around[1:-1]})
+        (there,) = (r for r in results if r.data_ptr() == around[1:-1].data_ptr())
+        number = [r.data_ptr() for r in results].index(there.data_ptr())
+        assert there.equal(backend.run(**inputs | {place: None})[number])
+        assert (around[0] == 77).all()
+        assert (around[-1] == 77).all()
+
+
 @pytest.mark.parametrize("case", OPS["experts"].contract.cases, ids=lambda case: case.name)
 def test_experts_left_as_stored_give_what_decoded_ones_give(case: Case):
     """The path of devices that keep quantised experts, run on the CPU."""

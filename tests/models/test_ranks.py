@@ -94,7 +94,9 @@ def test_a_rehearsed_rank_computes_its_part_of_real_rows():
         weights, ops, torch.float32, WeightLedger(), others=rehearsal(ranks), prefix="mlp."
     )
     layer = moe_of(ABACUS, source)
-    x = torch.randn(5, ABACUS.hidden, generator=torch.Generator().manual_seed(3))
+    x = layer.place_for(5)
+    assert x is not None
+    x.normal_(generator=torch.Generator().manual_seed(3))
     held = ranks.held(ABACUS.moe.num_experts)
     alone = Moe(ABACUS, replace(source, others=Solo()), held)
     torch.testing.assert_close(formed(layer(x, x)), formed(alone(x, x)))
@@ -104,18 +106,22 @@ def test_others_rows_reach_the_experts():
     """All rows of all groups, each with K experts of which a share is the rank's."""
     ranks = Ranks(tp=8, ep=8, attn_dp=8, rank=3)
     stage = rehearsal(ranks, most_rows=64)
-    exchange = stage.exchange(ABACUS.moe)
+    exchange = stage.exchange(ABACUS)
     x, weights = torch.randn(64, ABACUS.hidden), torch.rand(64, ABACUS.moe.experts_per_token)
     ids = draw_choices(ABACUS.moe, 64, "random", torch.Generator().manual_seed(1))
-    rows, local, slot_weights = exchange.dispatch(x, ids, weights)
+    held = ranks.held(ABACUS.moe.num_experts)
+    is_held = (ids >= held.start) & (ids < held.stop)
+    for place, value in zip(exchange.own(64), (x, weights, ids - held.start), strict=True):
+        place.copy_(value)
+    exchange.own(64)[2][~is_held] = -1
+    rows, local, slot_weights = exchange.dispatch(64)
     assert rows.shape == (512, ABACUS.hidden)
     assert (local >= 0).float().mean().item() == pytest.approx(1 / 8, rel=0.15)
     assert local.max() == 3
     torch.testing.assert_close(rows[-64:], x)
     torch.testing.assert_close(slot_weights[-64:], weights)
     torch.testing.assert_close(slot_weights[:-64].sum(1), torch.full((448,), ABACUS.moe.scaling))
-    held = ranks.held(ABACUS.moe.num_experts)
-    assert (local[-64:] >= 0).equal((ids >= held.start) & (ids < held.stop))
+    assert (local[-64:] >= 0).equal(is_held)
 
 
 def test_others_rows_stay_as_they_were_drawn():
@@ -140,10 +146,9 @@ def test_traffic_is_what_a_rank_receives():
     """bf16 rows of 8 groups: seven times the own ones each way, and 7/8 of the logits."""
     ranks, arch = Ranks(tp=8, ep=8, attn_dp=8), ABACUS
     stage = rehearsal(ranks, dtype=torch.bfloat16)
-    exchange = stage.exchange(arch.moe)
+    exchange = stage.exchange(arch)
     x = torch.zeros(4, arch.hidden, dtype=torch.bfloat16)
-    slots = torch.zeros(4, arch.moe.experts_per_token)
-    rows, _, _ = exchange.dispatch(x, slots.long(), slots)
+    rows, _, _ = exchange.dispatch(4)
     exchange.combine(rows)
     stage.join_vocab(torch.zeros(32, arch.vocab // 8, dtype=torch.bfloat16))
     seven = 7 * 4 * arch.hidden * 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tetrad.core.arch import MoeArch
+from tetrad.core.arch import ModelArch
 from tetrad.core.ranks import Ranks
 from tetrad.distributed.rehearsal import local_ids
 
@@ -66,8 +66,8 @@ class ThreadCollectives:
         first = self.ranks.attn_group * self.ranks.attn_tp
         return torch.stack(self.swap(x)[first : first + self.ranks.attn_tp]).sum(0)
 
-    def exchange(self, moe: MoeArch) -> ThreadExchange:
-        return ThreadExchange(self, moe)
+    def exchange(self, arch: ModelArch) -> ThreadExchange:
+        return ThreadExchange(self, arch)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         return torch.cat(self.of_groups(rows)) if self.ranks.attn_dp > 1 else rows
@@ -80,13 +80,23 @@ class ThreadCollectives:
 @dataclass
 class ThreadExchange:
     others: ThreadCollectives
-    moe: MoeArch
+    arch: ModelArch
+    counts_all: bool = True
+    laid: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = self.others.of_groups((x, ids, weights))
-        rows, all_ids, all_weights = (torch.cat(parts) for parts in zip(*found, strict=True))
+    def own(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        if self.laid is None or len(self.laid[0]) != num_rows:
+            slots = torch.empty(num_rows, self.arch.moe.experts_per_token)
+            rows = torch.empty(num_rows, self.arch.hidden)
+            self.laid = rows, slots, torch.empty_like(slots, dtype=torch.int64)
+        return self.laid
+
+    def dispatch(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.others.of_groups(self.own(num_rows))
+        rows, all_weights, all_ids = (torch.cat(parts) for parts in zip(*found, strict=True))
         ranks = self.others.ranks
-        table = local_ids(self.moe.num_experts, ranks.held(self.moe.num_experts), CPU)
+        num_experts = self.arch.moe.num_experts
+        table = local_ids(num_experts, ranks.held(num_experts), CPU)
         return rows, table[all_ids], all_weights
 
     def combine(self, y: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tetrad.core.arch import MoeArch
+from tetrad.core.arch import ModelArch
 from tetrad.core.ranks import ALONE, Ranks
 
 
@@ -14,8 +14,17 @@ class ExpertExchange(Protocol):
     """Tokens of all groups to the experts of one layer, and sums back. n rows are a group's own, N
     those of all groups."""
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Own rows [n, D], their experts [n, K] counted over all ranks, and slot weights [n, K].
+    counts_all: bool
+    """Whether own rows' experts are written by their numbers among all; else among those held, -1
+    for the others'."""
+
+    def own(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where whoever computes them writes the own rows [n, D], their slots' weights [n, K] and
+        experts [n, K], before `dispatch`."""
+        ...
+
+    def dispatch(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Send the `num_rows` own rows.
 
         Returns the rows [N, D] of all groups, the slots' experts [N, K] counted within this rank
         (-1: another rank's) and the slot weights [N, K].
@@ -36,7 +45,7 @@ class Collectives(Protocol):
         """The sum over the ranks that share a layer's heads and columns. x is not used again."""
         ...
 
-    def exchange(self, moe: MoeArch) -> ExpertExchange:
+    def exchange(self, arch: ModelArch) -> ExpertExchange:
         """That of one layer; called once for each, in order."""
         ...
 
@@ -66,7 +75,7 @@ class Solo:
         """x."""
         return x
 
-    def exchange(self, moe: MoeArch) -> ExpertExchange:
+    def exchange(self, arch: ModelArch) -> ExpertExchange:
         """Never asked for: there is one group."""
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """A rank without the others: what they would send is stood in for, what would be sent is counted.
 
-Gathered rows are a buffer: others' rows, drawn once, then the own, which a gather copies there.
+Gathered rows are a buffer: others' rows, drawn once, then the own, which the layers write there.
 What comes out is the rank's part of every sum, so the text of a rehearsal means nothing; its
 shapes, its kernels and its memory are those of the rank.
 """
@@ -80,10 +80,10 @@ class Rehearsal:
             self.traffic.add("all_reduce", 2 * x.nbytes * (parts - 1) / parts)
         return x
 
-    def exchange(self, moe: MoeArch) -> ExpertExchange:
+    def exchange(self, arch: ModelArch) -> ExpertExchange:
         """Each layer's with draws of its own."""
         self._num_exchanges += 1
-        return RehearsedExchange(self, moe, self._generator(self._num_exchanges))
+        return RehearsedExchange(self, arch.moe, self._generator(self._num_exchanges))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Own rows behind drawn ones."""
@@ -131,27 +131,36 @@ class Rehearsal:
 
 
 class RehearsedExchange:
-    """One layer's. The others' tokens have chosen beforehand."""
+    """One layer's. The others' tokens have chosen beforehand, and nobody else reads what the own
+    ones choose."""
+
+    counts_all = False
 
     def __init__(self, rehearsal: Rehearsal, moe: MoeArch, generator: torch.Generator) -> None:
         self._stage = rehearsal
         held = rehearsal.ranks.held(moe.num_experts)
         num_rows = rehearsal.ranks.attn_dp * rehearsal.most_rows
-        self._local = local_ids(moe.num_experts, held, rehearsal.device)
-        self._ids = self._local[draw_choices(moe, num_rows, rehearsal.routing, generator)]
+        local = local_ids(moe.num_experts, held, rehearsal.device)
+        self._ids = local[draw_choices(moe, num_rows, rehearsal.routing, generator)]
         weights = torch.rand(self._ids.shape, generator=generator, device=rehearsal.device) + 0.5
         self._weights = weights * (moe.scaling / weights.sum(1, keepdim=True))
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As an all-gather would give them, own rows last."""
-        stage = self._stage
-        num_own = len(x)
-        all_ids = stage.view(self._ids, num_own)
-        own = all_ids[-num_own:].view(-1)
-        torch.index_select(self._local, 0, ids.flatten(), out=own)
-        num_bytes = x.nbytes + ids.nbytes + weights.nbytes
-        stage.traffic.add("dispatch", (stage.ranks.attn_dp - 1) * num_bytes)
-        return stage.with_own(stage._rows, x), all_ids, stage.with_own(self._weights, weights)
+    def own(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Behind the drawn ones."""
+        rows, ids, weights = self._views(num_rows)
+        return rows[-num_rows:], weights[-num_rows:], ids[-num_rows:]
+
+    def dispatch(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As an all-gather would leave them, own rows last."""
+        num_bytes = sum(part.nbytes for part in self.own(num_rows))
+        others = self._stage.ranks.attn_dp - 1
+        self._stage.traffic.add("dispatch", others * num_bytes)
+        return self._views(num_rows)
+
+    def _views(self, num_own: int) -> tuple[Tensor, Tensor, Tensor]:
+        view = self._stage.view
+        rows = view(self._stage._rows, num_own)
+        return rows, view(self._ids, num_own), view(self._weights, num_own)
 
     def combine(self, y: Tensor) -> Tensor:
         """The rank's own part of its own rows; priced as a reduce-scatter over all ranks and, where

@@ -28,6 +28,7 @@ class DecoderLayer:
             self.mlp = Mlp(source.at("mlp"), arch.hidden, arch.dense_intermediate)
         else:
             self.mlp = moe_of(arch, source.at("mlp"))
+        self.place_for = self.mlp.place_for
         self.others = source.others
 
     def __call__(
@@ -41,5 +42,6 @@ class DecoderLayer:
         """hidden [T, D] to [T, D], and the key choice that holds after this layer."""
         before, normed = self.attention_norm.of(hidden)
         attended, selected = self.attention(normed, batch, rotation, cache, selected)
-        after, normed = self.mlp_norm.of(Sum(self.others.all_reduce(attended), before))
+        place = self.place_for(len(before))
+        after, normed = self.mlp_norm.of(Sum(self.others.all_reduce(attended), before), place)
         return self.mlp(normed, after, batch.is_padding), selected

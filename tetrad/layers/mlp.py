@@ -35,6 +35,10 @@ class Mlp:
         self.down = Linear(source, "down_proj", hidden, intermediate)
         self.others = source.others
 
+    def place_for(self, _num_rows: int) -> Tensor | None:
+        """Anywhere."""
+        return None
+
     def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Sum:
         """[T, D] and [T, D] to [T, D]. Padding is computed: here it reads no weights of its own."""
         return Sum(self.others.all_reduce(self.down(self.gate_up(x))), residual)

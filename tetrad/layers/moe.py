@@ -23,6 +23,11 @@ Front = tuple[Tensor, Tensor, Tensor]
 """Slot weights [T, K], ids [T, K], and what goes into the shared expert's down, [T, F]."""
 
 
+Slots = tuple[Tensor | None, Tensor | None]
+"""Where slot weights [T, K] and ids [T, K] are to be written; None: anywhere."""
+NOWHERE: Slots = (None, None)
+
+
 class JoinedFront:
     """Router, gate and up as one product."""
 
@@ -34,9 +39,9 @@ class JoinedFront:
         self.routing = _routing(moe, source, held)
         self.dtype = source.dtype
 
-    def __call__(self, x: Tensor) -> Front:
+    def __call__(self, x: Tensor, into: Slots = NOWHERE) -> Front:
         """Of x [T, D]."""
-        found: Front = self.use(self.product(x, self.weight), *self.routing, self.dtype)
+        found: Front = self.use(self.product(x, self.weight), *self.routing, self.dtype, *into)
         return found
 
 
@@ -52,9 +57,9 @@ class SeparateFront:
         self.routing = _routing(moe, source, held)
         self.gate_up = GateUp(source, gate, up)
 
-    def __call__(self, x: Tensor) -> Front:
+    def __call__(self, x: Tensor, into: Slots = NOWHERE) -> Front:
         """Of x [T, D]."""
-        weights, ids = self.route(self.product(x, self.weight), *self.routing)
+        weights, ids = self.route(self.product(x, self.weight), *self.routing, *into)
         return weights, ids, self.gate_up(x)
 
 
@@ -78,7 +83,7 @@ class Moe:
     Logits are fp32 and no product of theirs is rounded: the spread of the router's bias is a few
     bf16 steps, so that rounding would send tokens to other experts.
 
-    `held`: the experts of this rank; the others' slots are dropped. None: all. `sends_rows`: tokens
+    `held`: the experts of this rank; the others' slots are dropped. None: all. `counts_all`: tokens
     are routed over all ranks, and whoever hands them to the experts drops slots.
     """
 
@@ -87,7 +92,7 @@ class Moe:
         arch: ModelArch,
         source: WeightSource,
         held: range | None = None,
-        sends_rows: bool = False,
+        counts_all: bool = False,
     ) -> None:
         moe, hidden, width = arch.moe, arch.hidden, arch.moe.shared_intermediate
         self.experts_op = source.ops.experts
@@ -95,15 +100,16 @@ class Moe:
         gate = source.stored("shared_experts.gate_proj", width, hidden)
         up = source.stored("shared_experts.up_proj", width, hidden)
         stored = (router, gate, up)
-        self.front: JoinedFront | SeparateFront
-        routed = None if sends_rows else held
-        if source.can_join(stored):
-            self.front = JoinedFront(moe, source, routed, stored)
-        else:
-            self.front = SeparateFront(moe, source, routed, stored)
+        counted = None if counts_all else held
+        front = JoinedFront if source.can_join(stored) else SeparateFront
+        self.front = front(moe, source, counted, stored)
         self.down = Linear(source, "shared_experts.down_proj", hidden, width)
         held = range(moe.num_experts) if held is None else held
         self.experts = source.at("experts").experts(held, moe.num_experts, hidden, moe.intermediate)
+
+    def place_for(self, _num_rows: int) -> Tensor | None:
+        """Where x [T, D] is to lie; None: anywhere."""
+        return None
 
     def route(self, x: Tensor, is_padding: Tensor | None) -> Front:
         """Of x [T, D]. Rows that `is_padding` [T, 1] marks get no expert: they would read weights

@@ -34,14 +34,20 @@ class ExchangingMoe(Moe):
 
     def __init__(self, arch: ModelArch, source: WeightSource) -> None:
         self.others = source.others
+        self.exchange = self.others.exchange(arch)
         held = self.others.ranks.held(arch.moe.num_experts)
-        super().__init__(arch, source, held, sends_rows=True)
-        self.exchange = self.others.exchange(arch.moe)
+        super().__init__(arch, source, held, self.exchange.counts_all)
+
+    def place_for(self, num_rows: int) -> Tensor:
+        """Among the rows of all groups, so that nothing copies x there."""
+        return self.exchange.own(num_rows)[0]
 
     def __call__(self, x: Tensor, residual: Tensor, _is_padding: Tensor | None = None) -> Sum:
-        """[T, D] and [T, D] to [T, D], of the own rows. Padding goes to experts like any row."""
-        weights, ids, hidden = self.front(x)
-        rows, local_ids, slot_weights = self.exchange.dispatch(x, ids, weights)
+        """[T, D] and [T, D] to [T, D], of the own rows; x lies where `place_for` says. Padding goes
+        to experts like any row."""
+        _, *slots = self.exchange.own(len(x))
+        _, _, hidden = self.front(x, (slots[0], slots[1]))
+        rows, local_ids, slot_weights = self.exchange.dispatch(len(x))
         part = self.experts_op(rows, self.experts, local_ids, slot_weights, None, None)
         shared = self.others.all_reduce(self.down(hidden))
         return Sum(self.exchange.combine(part), residual, shared)

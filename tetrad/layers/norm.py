@@ -47,11 +47,11 @@ class RmsNorm:
         y: Tensor = self.op(x, self.weight, self.eps)
         return y
 
-    def of(self, hidden: Hidden) -> tuple[Tensor, Tensor]:
-        """Rows [T, W], their addends added up, and the norm of that."""
+    def of(self, hidden: Hidden, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows [T, W], their addends added up, and the norm of that; that of a sum in `into`."""
         if not isinstance(hidden, Sum):
             return hidden, self(hidden)
         found: tuple[Tensor, Tensor] = self.sum_op(
-            hidden.x, hidden.residual, self.weight, self.eps, hidden.more
+            hidden.x, hidden.residual, self.weight, self.eps, hidden.more, into
         )
         return found

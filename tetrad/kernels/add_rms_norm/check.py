@@ -26,6 +26,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         "weight": draw.normal(width),
         "eps": case["eps"],
         "more": None if more is None else more[:, :width],
+        "into": draw.normal(case["T"], width) if case.values.get("into") else None,
     }
 
 

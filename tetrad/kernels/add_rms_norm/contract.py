@@ -13,6 +13,7 @@ CONTRACT = Contract(
         Argument("weight", "[W]", "activation", "scale of each column"),
         Argument("eps", "", "float", "added to the mean square"),
         Argument("more", "[T, W]", "activation", "a third addend; None: there is none"),
+        Argument("into", "[T, W]", "activation", "where normed goes; None: to memory of its own"),
     ),
     results=(
         Argument("total", "[T, W]", "activation", "x + residual + more"),
@@ -21,8 +22,8 @@ CONTRACT = Contract(
     cases=(
         case("few rows", T=3, W=48, eps=1e-5, more=False),
         case("one row", T=1, W=64, eps=1e-6, more=False),
-        case("odd width", T=5, W=37, eps=1e-5, more=True),
-        case("model width", T=4, W=6144, eps=1e-5, more=False),
+        case("odd width", T=5, W=37, eps=1e-5, more=True, into=True),
+        case("model width", T=4, W=6144, eps=1e-5, more=False, into=True),
         case("three addends", T=4, W=6144, eps=1e-5, more=True),
     ),
     flops=lambda c: (5.0 + c["more"]) * c["T"] * c["W"],

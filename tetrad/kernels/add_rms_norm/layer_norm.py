@@ -11,11 +11,17 @@ from tetrad.kernels.rms_norm.layer_norm import why_not
 
 
 def run(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    more: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One after the other."""
     total = add(x, residual, more)
-    return total, rms_norm(total, weight, eps)
+    normed = rms_norm(total, weight, eps)
+    return total, normed if into is None else into.copy_(normed)
 
 
 BACKEND = Backend("layer_norm", run, why_not)

@@ -9,11 +9,17 @@ from tetrad.kernels.rms_norm.reference import run as rms_norm
 
 
 def run(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    more: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One after the other."""
     total = add(x, residual, more)
-    return total, rms_norm(total, weight, eps)
+    normed = rms_norm(total, weight, eps)
+    return total, normed if into is None else into.copy_(normed)
 
 
 def add(x: Tensor, residual: Tensor, more: Tensor | None) -> Tensor:

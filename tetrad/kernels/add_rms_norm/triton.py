@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tetrad.kernels.backend import Backend
@@ -32,11 +33,18 @@ def add_rms_norm_kernel(
 
 
 def run(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    more: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Columns of each addend must lie side by side."""
+    """Columns of each addend must lie side by side, and `into` must be contiguous."""
     num_rows, width = x.shape
-    total, normed = x.new_empty(num_rows, width), x.new_empty(num_rows, width)
+    total = x.new_empty(num_rows, width)
+    normed = torch.empty_like(total) if into is None else into
+    assert normed.is_contiguous()
     columns = next_power_of_2(width)
     add_rms_norm_kernel[(num_rows,)](
         x, residual, more, weight, total, normed, eps,

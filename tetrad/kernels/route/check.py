@@ -21,6 +21,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
     logits[:2] = logits[:2, ::2].repeat_interleave(2, dim=1)[:, :num_experts]
     bias = draw.normal(num_experts, dtype=torch.float32, std=0.3)[::2]
     bias = bias.repeat_interleave(2)[:num_experts]
+    has_places = case.values.get("into")
+    places = torch.zeros(case["T"], case["K"], dtype=torch.int64, device=device)
     return {
         "logits": logits,
         "bias": bias,
@@ -30,6 +32,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
         "normalise": case["normalise"],
         "scaling": 2.5,
         "held": range(*case["held"]),
+        "weights_into": places.float() if has_places else None,
+        "ids_into": places if has_places else None,
     }
 
 

@@ -21,6 +21,8 @@ CONTRACT = Contract(
         Argument("normalise", "", "bool", "divide the K weights by their sum"),
         Argument("scaling", "", "float", "multiplies the weights last"),
         Argument("held", "", "range", "experts of this rank; None: all"),
+        Argument("weights_into", "[T, K]", "float32", "where the weights go; None: to new memory"),
+        Argument("ids_into", "[T, K]", "int64", "where the ids go; None: to new memory"),
     ),
     results=(
         Argument("weights", "[T, K]", "float32", "weight of each slot"),
@@ -35,7 +37,7 @@ CONTRACT = Contract(
     cases=(
         _case("groups and ties", T=6, E=16, K=3, groups=4, chosen=2, normalise=True, held=(3, 11)),
         _case("one token", T=1, E=8, K=2, normalise=True),
-        _case("not normalised", T=9, E=9, K=4, normalise=False, held=(2, 6)),
+        _case("not normalised", T=9, E=9, K=4, normalise=False, held=(2, 6), into=True),
         _case("glm", T=7, E=256, K=8, normalise=True),
         _case("glm, one rank of eight", T=7, E=256, K=8, normalise=True, held=(224, 256)),
         _case("deepseek", T=7, E=256, K=8, groups=8, chosen=4, normalise=True),

@@ -8,7 +8,7 @@ from torch import Tensor
 from tetrad.kernels.backend import Backend
 
 
-def run(
+def run(  # noqa: PLR0913  # the contract's
     logits: Tensor,
     bias: Tensor,
     experts_per_token: int,
@@ -17,6 +17,8 @@ def run(
     normalise: bool,
     scaling: float,
     held: range | None = None,
+    weights_into: Tensor | None = None,
+    ids_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3's auxiliary-loss-free routing; everything in fp32."""
     scores = logits.sigmoid()
@@ -29,7 +31,11 @@ def run(
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     if held is not None:
         ids = (ids - held.start).masked_fill((ids < held.start) | (ids >= held.stop), -1)
-    return weights * scaling, ids
+    weights = weights * scaling
+    return (
+        weights if weights_into is None else weights_into.copy_(weights),
+        ids if ids_into is None else ids_into.copy_(ids),
+    )
 
 
 def _best_groups_only(choice: Tensor, num_groups: int, groups_per_token: int) -> Tensor:

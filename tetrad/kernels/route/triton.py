@@ -25,26 +25,20 @@ def _best_groups(choice, ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, CHOSEN: t
 
 
 @jit()
-def route_token(
-    logits,
-    bias,
-    weights,
-    ids,
-    scaling,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    FIRST_HELD: tl.constexpr,
-    NUM_HELD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
-    """One token: `logits`, `weights` and `ids` point to its rows.
+def route_token(logits, bias, weights, ids, scaling, RULE: tl.constexpr):
+    """One token: `logits`, `weights` and `ids` point to its rows; RULE: `rule_of`.
 
     Scores lie in a tile [ROWS, COLUMNS], a group in each row. Equal ones: the first counts.
     """
+    NUM_EXPERTS: tl.constexpr = RULE[0]
+    NUM_SLOTS: tl.constexpr = RULE[1]
+    NUM_GROUPS: tl.constexpr = RULE[2]
+    CHOSEN_GROUPS: tl.constexpr = RULE[3]
+    NORMALISE: tl.constexpr = RULE[4]
+    FIRST_HELD: tl.constexpr = RULE[5]
+    NUM_HELD: tl.constexpr = RULE[6]
+    ROWS: tl.constexpr = RULE[7]
+    COLUMNS: tl.constexpr = RULE[8]
     group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group = tl.arange(0, ROWS)[:, None]
     member = tl.arange(0, COLUMNS)[None, :]
@@ -78,35 +72,47 @@ def route_token(
 
 
 @jit()
-def route_kernel(
-    logits,
-    bias,
-    weights,
-    ids,
-    scaling,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    FIRST_HELD: tl.constexpr,
-    NUM_HELD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
+def route_kernel(logits, bias, weights, ids, scaling, RULE: tl.constexpr):
     """A program per token; see `route_token`."""
     token = tl.program_id(0).to(tl.int64)
-    at = token * NUM_SLOTS
-    route_token(
-        logits + token * NUM_EXPERTS, bias, weights + at, ids + at, scaling,
-        NUM_EXPERTS, NUM_SLOTS, NUM_GROUPS, CHOSEN_GROUPS, FIRST_HELD, NUM_HELD,
-        ROWS, COLUMNS, NORMALISE,
+    at = token * RULE[1]
+    route_token(logits + token * RULE[0], bias, weights + at, ids + at, scaling, RULE)
+
+
+def rule_of(
+    num_experts: int,
+    num_slots: int,
+    num_groups: int,
+    groups_per_token: int,
+    normalise: bool,
+    held: range | None,
+) -> tuple[int, ...]:
+    """What a kernel is compiled for; last the sizes of the tile that holds a token's scores."""
+    held = range(num_experts) if held is None else held
+    sizes = next_power_of_2(num_groups), next_power_of_2(num_experts // num_groups)
+    return (
+        num_experts, num_slots, num_groups, groups_per_token, normalise, held.start, len(held),
+        *sizes,
     )  # fmt: skip
 
 
-def num_warps_of(num_scores: int) -> int:
+def num_warps_of(rule: tuple[int, ...]) -> int:
     """Warps that hold one token's scores."""
-    return 1 if num_scores <= 512 else 4
+    return 1 if rule[-2] * rule[-1] <= 512 else 4
+
+
+def slots_for(
+    logits: Tensor, num_slots: int, weights: Tensor | None, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weights [T, K] and ids [T, K]: those that are given, and new ones for None."""
+    num_tokens = len(logits)
+    if weights is None:
+        weights = logits.new_empty(num_tokens, num_slots)
+    if ids is None:
+        ids = logits.new_empty(num_tokens, num_slots, dtype=torch.int64)
+    assert weights.is_contiguous()
+    assert ids.is_contiguous()
+    return weights, ids
 
 
 def run(
@@ -118,30 +124,15 @@ def run(
     normalise: bool,
     scaling: float,
     held: range | None = None,
+    weights_into: Tensor | None = None,
+    ids_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`logits` must be contiguous."""
+    """`logits` and what is written into must be contiguous."""
     assert logits.is_contiguous()
-    num_tokens, num_experts = logits.shape
-    weights = logits.new_empty(num_tokens, experts_per_token)
-    ids = logits.new_empty(num_tokens, experts_per_token, dtype=torch.int64)
-    rows, columns = next_power_of_2(num_groups), next_power_of_2(num_experts // num_groups)
-    held = range(num_experts) if held is None else held
-    route_kernel[(num_tokens,)](
-        logits,
-        bias,
-        weights,
-        ids,
-        scaling,
-        num_experts,
-        experts_per_token,
-        num_groups,
-        groups_per_token,
-        held.start,
-        len(held),
-        rows,
-        columns,
-        normalise,
-        num_warps=num_warps_of(rows * columns),
+    rule = rule_of(len(bias), experts_per_token, num_groups, groups_per_token, normalise, held)
+    weights, ids = slots_for(logits, experts_per_token, weights_into, ids_into)
+    route_kernel[(len(logits),)](
+        logits, bias, weights, ids, scaling, rule, num_warps=num_warps_of(rule)
     )
     return weights, ids
 

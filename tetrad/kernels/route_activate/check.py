@@ -20,7 +20,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, An
     draw = Draw.of(case, dtype, device)
     gate_up = draw.normal(case["T"], 2 * case["F"], dtype=torch.float32, std=3.0)
     joined = torch.cat([routing.pop("logits"), gate_up], dim=1)
-    return {"joined": joined, **routing, "dtype": dtype}
+    into = {name: routing.pop(name) for name in ("weights_into", "ids_into")}
+    return {"joined": joined, **routing, "dtype": dtype, **into}
 
 
 def expected(inputs: dict[str, Any]) -> tuple[Tensor, ...]:

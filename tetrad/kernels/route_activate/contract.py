@@ -15,8 +15,9 @@ CONTRACT = Contract(
     summary="route of the first E columns; silu(gate) * up of the others, rounded once",
     arguments=(
         Argument("joined", "[T, E + 2 * F]", "float32", "logits, gate and up side by side"),
-        *ROUTE.arguments[1:],
+        *ROUTE.arguments[1:-2],
         Argument("dtype", "", "torch.dtype", "the activations'"),
+        *ROUTE.arguments[-2:],
     ),
     results=(
         *ROUTE.results,
@@ -28,7 +29,7 @@ CONTRACT = Contract(
             T=6, E=16, K=3, F=24, groups=4, chosen=2, normalise=True, held=(3, 11),
         ),
         _case("one token", T=1, E=8, K=2, F=37, normalise=True),
-        _case("not normalised", T=9, E=9, K=4, F=300, normalise=False, held=(2, 6)),
+        _case("not normalised", T=9, E=9, K=4, F=300, normalise=False, held=(2, 6), into=True),
         _case("glm, one rank of eight", T=7, E=256, K=8, F=2048, normalise=True, held=(224, 256)),
         _case("deepseek", T=7, E=256, K=8, F=2048, groups=8, chosen=4, normalise=True),
     ),

@@ -20,13 +20,15 @@ def run(  # noqa: PLR0913  # the contract's
     scaling: float,
     held: range | None = None,
     dtype: torch.dtype = torch.float32,
+    weights_into: Tensor | None = None,
+    ids_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One after the other."""
     num_experts = len(bias)
     gate, up = joined[:, num_experts:].chunk(2, dim=-1)
     weights, ids = route(
         joined[:, :num_experts], bias, experts_per_token, num_groups, groups_per_token,
-        normalise, scaling, held,
+        normalise, scaling, held, weights_into, ids_into,
     )  # fmt: skip
     return weights, ids, activation(gate, up).to(dtype)
 
