@@ -54,7 +54,20 @@ def compile_launches(
         monkeypatch.setattr(JITFunction, "run", compile_only)
         call()
         monkeypatch.setattr(JITFunction, "run", run)
+    for kernel in found:
+        _check_chain(kernel, capability)
     return [_inspect(kernel, folder) for kernel in found]
+
+
+def _check_chain(kernel: Any, capability: int) -> None:
+    """A kernel that is placed while the one before ends must wait before it touches memory."""
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.launch_pdl <= (capability >= 90)
+    assert ("griddepcontrol" in ptx) <= (capability >= 90)
+    if kernel.metadata.launch_pdl:
+        touched = re.search(r"\b(ld|st|atom|red)\.[\w.]*global|cp\.async|\bld\.volatile", ptx)
+        assert touched, kernel.name
+        assert 0 <= ptx.find("griddepcontrol.wait") < touched.start(), kernel.name
 
 
 @contextmanager

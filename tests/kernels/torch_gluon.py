@@ -135,6 +135,8 @@ HOPPER = SimpleNamespace(
 )
 COPY = SimpleNamespace(wait_group=nothing_to_wait_for, commit_group=nothing_to_wait_for)
 
+CHAIN = SimpleNamespace(after_previous=nothing_to_wait_for, before_next=nothing_to_wait_for)
+
 
 def on_torch(module: ModuleType, name: str) -> Any:
     """Stands in for the kernel `name` of `module`: `kernel[grid](...)` runs it here."""
@@ -161,7 +163,7 @@ def _plain_functions(names: dict[str, Any], program: int) -> dict[str, Any]:
     """A module's globals, with its kernels as Python functions."""
     found = names | {
         "gl": language(program), "hopper": HOPPER, "copy": COPY, "start_copy": start_copy,
-        "barrier": nothing_to_wait_for,
+        "barrier": nothing_to_wait_for, "chain": CHAIN,
     }  # fmt: skip
     found |= {name: value.value for name, value in names.items() if isinstance(value, tl.constexpr)}
     kernels = {name: value for name, value in found.items() if hasattr(value, "arg_names")}

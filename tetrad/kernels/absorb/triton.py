@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.absorb import cublas
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.head_linear.triton import COLUMNS, DEPTH, MOST_ROWS, head_sums, tile_for
@@ -39,6 +40,7 @@ def absorb_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """All rows of one head and COLUMNS columns of its result."""
+    chain.after_previous()
     head = tl.program_id(0)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
@@ -55,6 +57,7 @@ def absorb_kernel(
         target + row[:, None] * target_stride + column[None, :],
         total.to(absorbed.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
     )  # fmt: skip
+    chain.before_next()
     if tl.program_id(1) == 0:
         _rotate(
             source + WIDTH, target + RANK, cos, sin, row, is_row, row_stride, target_stride,
@@ -75,7 +78,7 @@ def run(queries: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     absorb_kernel[(num_heads, cdiv(rank, COLUMNS))](
         queries, weight, cos, sin, absorbed, num_rows, queries.stride(0), queries.stride(1),
         num_heads, width, rank, num_pairs, next_power_of_2(num_pairs), rows, COLUMNS, DEPTH, stages,
-        num_warps=warps,
+        num_warps=warps, **chain.options(),
     )  # fmt: skip
     return absorbed
 

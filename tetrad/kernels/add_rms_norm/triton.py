@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.rms_norm.triton import normalised
 from tetrad.kernels.triton_support import jit, next_power_of_2, row_warps, tl, why_not
@@ -16,6 +17,7 @@ def add_rms_norm_kernel(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What is normed is the sum as later layers will read it. `more` may be None."""
+    chain.after_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     is_inside = column < WIDTH
@@ -29,6 +31,7 @@ def add_rms_norm_kernel(
     after = (value + before).to(total.dtype.element_ty)
     tl.store(total + row * WIDTH + column, after, mask=is_inside)
     result = normalised(after.to(tl.float32), scale, eps, WIDTH)
+    chain.before_next()
     tl.store(normed + row * WIDTH + column, result.to(normed.dtype.element_ty), mask=is_inside)
 
 
@@ -49,7 +52,7 @@ def run(
     add_rms_norm_kernel[(num_rows,)](
         x, residual, more, weight, total, normed, eps,
         x.stride(0), residual.stride(0), 0 if more is None else more.stride(0), width, columns,
-        num_warps=row_warps(columns),
+        num_warps=row_warps(columns), **chain.options(),
     )  # fmt: skip
     return total, normed
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.hardware import DeviceSnapshot
-from tetrad.kernels import triton_support
+from tetrad.kernels import chain, triton_support
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import triton as portable
 from tetrad.kernels.experts.decode import FACTORS, decode_ptx
@@ -191,6 +191,7 @@ def grouped_product(
     STEPS: gl.constexpr = IN // 64 // PARTS
     gl.static_assert(STEPS * PARTS * 64 == IN and STEPS % 2 == 0)
     ROWS: gl.constexpr = SIZES[-1][0]
+    chain.after_previous()
     item = gl.program_id(0) // PARTS
     part = gl.program_id(0) % PARTS
     tile, column, expert = item_of(item, tile_expert, num_tiles, NUM_COLUMNS, GROUP, IS_REST)
@@ -202,6 +203,7 @@ def grouped_product(
     # before the tests, so that most tiles need not wait for the expert and their size
     first_at = token_at(num_tokens, rows, first + token, IN, SLOTS, IS_GATE_UP)
     size = size_of(rows, first, SIZES)
+    chain.before_next()
     if expert >= 0:
         start = (expert * NUM_COLUMNS + column) * (IN // 64) + part * STEPS
         w_at = words + start * 512 + gl.arange(0, 512, layout=in_turn(2, num_warps))
@@ -288,6 +290,7 @@ def _launch(
         FENCE=tile.has_fence,
         PTX=decode_ptx(has_bf16_mul=True, by_multiplying=True),
         num_warps=tile.warps,
+        **chain.options(),
         maxnreg=tile.max_registers,
         **sizes,
     )

@@ -6,6 +6,7 @@ has the whole size: each further size made the loop spill registers, 8 % and mor
 
 from __future__ import annotations
 
+from tetrad.kernels import chain
 from tetrad.kernels.experts.gluon_parts import (
     arrival,
     barrier,
@@ -46,9 +47,11 @@ def persistent_product(
     gl.static_assert(IN // 64 % 2 == 0)
     gl.static_assert(IN // 64 >= STAGES)
     TOKENS: gl.constexpr = rows_of(64, num_warps)
+    chain.after_previous()
     w_ring, s_ring = weight_rings(STAGES)
     ring = (w_ring, s_ring, token_ring(STAGES, BM))
     tiles = gl.load(num_tiles + (0 if HAS_REST else 1))
+    chain.before_next()
     if gl.program_id(0) < tiles * (OUT // (64 if IS_GATE_UP else 128)):
         lanes = (
             gl.arange(0, 512, layout=in_turn(2, num_warps)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts import reference
 from tetrad.kernels.experts.decode import GATED_PTX, HAS_BF16_MUL, decode_fp8_ptx, decode_ptx
@@ -151,10 +152,12 @@ def grouped_product(
     """
     FEATURES: tl.constexpr = 64 if IS_GATE_UP else 128
     NUM_COLUMNS: tl.constexpr = (OUT + FEATURES - 1) // FEATURES
+    chain.after_previous()
     tile, column, expert = _item_of(tl.program_id(0), tile_expert, num_tiles, NUM_COLUMNS, GROUP)
     # before the test, so that it need not wait for the expert
     position = tile * BM + tl.arange(0, BM)
     row = tl.load(rows + position)
+    chain.before_next()
     if expert >= 0:
         first_factor, second_factor = _factors(global_scale, expert, IS_GATE_UP, IS_PACKED)
         # Padding reads some token or other: if it were always the same, its part of the L2 cache
@@ -221,6 +224,7 @@ def grouped(
         STAGES=tile.stages,
         PTX=_ptx(weights, capability >= HAS_BF16_MUL),
         num_warps=max(tile.warps, 8) if is_wide else tile.warps,
+        **chain.options(),
         maxnreg=tile.max_registers,
     )
 

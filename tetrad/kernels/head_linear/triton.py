@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.head_linear import cublas
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
@@ -52,6 +53,7 @@ def head_linear_kernel(
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All rows of one head and COLUMNS columns of its result."""
+    chain.after_previous()
     head = tl.program_id(0)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
@@ -62,6 +64,7 @@ def head_linear_kernel(
         row, is_row, row_stride, column, is_column, WIDTH, OUT, ROWS, COLUMNS, DEPTH, STAGES,
     )  # fmt: skip
     target = y + (row[:, None] * NUM_HEADS + head) * OUT + column[None, :]
+    chain.before_next()
     tl.store(target, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
@@ -82,7 +85,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
     head_linear_kernel[(num_heads, cdiv(out, COLUMNS))](
         x, weight, y, num_rows, x.stride(0), x.stride(1), num_heads, width, out, rows, COLUMNS,
         DEPTH, stages,
-        num_warps=warps,
+        num_warps=warps, **chain.options(),
     )  # fmt: skip
     return y
 

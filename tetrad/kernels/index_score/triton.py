@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.e4m3 import decode
 from tetrad.kernels.experts.grouping import cores_of
@@ -89,6 +90,7 @@ def score_kernel(
     row sees. HEAD_COLUMNS and DEPTH are HEADS and WIDTH filled up.
     """
     COLUMNS: tl.constexpr = QUERIES * HEAD_COLUMNS
+    chain.after_previous()
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_row = row < num_rows
     limit = tl.load(seen + row, mask=is_row, other=0)
@@ -195,6 +197,7 @@ def scores(
         IS_FP8=pool.dtype == torch.uint8,
         BY_PTX=not is_interpreted(),
         num_warps=tile.warps,
+        **chain.options(),
     )
     return out[:, :num_keys]
 

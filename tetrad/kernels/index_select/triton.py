@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.sample.triton_search import key_of, value_of
 from tetrad.kernels.triton_support import cdiv, constexpr, jit, next_power_of_2, tl, why_not
@@ -148,11 +149,13 @@ def select_kernel(
     them count. Output [T, stretches, TOPK]; -1, and the key of -inf, where there are too few;
     nothing for stretches of which no column counts. kept_seen: how many columns of that count.
     """
+    chain.after_previous()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * SIZE
     total = tl.minimum(tl.load(seen + row), num_columns)
     if not IS_LAST:
         tl.store(kept_seen + row, tl.cdiv(total, SIZE) * TOPK, mask=tl.program_id(1) == 0)
+    chain.before_next()
     if (total > first) | IS_LAST:
         to = (row * tl.num_programs(1) + tl.program_id(1)) * TOPK
         _keep_best(
@@ -208,6 +211,7 @@ def select(scores: Tensor, topk: int, seen: Tensor, stretch: Stretch) -> Tensor:
             IS_FIRST=positions is None,
             IS_LAST=is_last,
             num_warps=min(32, max(4, size // (32 * stretch.scores_per_thread))),
+            **chain.options(),
         )
         if is_last:
             return kept[0]

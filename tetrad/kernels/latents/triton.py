@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.e4m3 import BLOCK, encode, measure, scale_for
 from tetrad.kernels.rms_norm.triton import normalised
@@ -138,8 +139,10 @@ def latents_kernel(
     IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """Strides are from row to row; INDEX_WIDTH 0: there is no index key."""
+    chain.after_previous()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    chain.before_next()
     if part == 0:
         target = latent + token * QUERY_WIDTH
         source = query + token * query_stride
@@ -191,7 +194,7 @@ def run(
         0 if index_key is None else index_key.stride(0), eps, index_eps,
         query_width, columns, rank, next_power_of_2(rank), num_pairs, next_power_of_2(num_pairs),
         index_width, next_power_of_2(index_width), index_interleaved, pool.dtype == torch.uint8,
-        num_warps=row_warps(columns),
+        num_warps=row_warps(columns), **chain.options(),
     )  # fmt: skip
     return latent, pool, index_pool
 

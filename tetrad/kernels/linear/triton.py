@@ -27,6 +27,7 @@ from tetrad.formats.weights import (
     Int8Weight,
     Weight,
 )
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.decode import HAS_BF16_MUL, decode_fp8_ptx, decode_ptx
 from tetrad.kernels.experts.grouping import cores_of
@@ -57,6 +58,7 @@ def split_product(
     is more than one. arrived: int32, one for each tile of `out`, zero before and after.
     """
     TILES: tl.constexpr = (OUT + 127) // 128
+    chain.after_previous()
     item = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     tile, column = place_of(item, (num_tokens + BM - 1) // BM, TILES, GROUP)
@@ -79,6 +81,7 @@ def split_product(
         acc = nvfp4_sums(
             word_at, scale_at, x_at, first_k[:, None], IN, BM, BK, STEPS, STAGES, PTX,
         )  # fmt: skip
+    chain.before_next()
     store_product(
         acc.trans(), factor, parts, arrived, out, item, split, tile * BM, num_tokens, column * 128,
         OUT, BM, 128, SPLITS,
@@ -133,6 +136,7 @@ def product(
         STAGES=tile.stages,
         PTX="" if is_interpreted() else ptx,
         num_warps=tile.warps,
+        **chain.options(),
     )
     return y
 

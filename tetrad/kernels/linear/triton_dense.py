@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tetrad.formats.weights import HoldsTensors
+from tetrad.kernels import chain
 from tetrad.kernels.experts.grouping import cores_of
 from tetrad.kernels.linear.dense_tiles import DenseTile, splits_for, tile_for
 from tetrad.kernels.linear.triton_splits import MOST_SPLIT_TILES, place_of, store_product
@@ -53,6 +54,7 @@ def dense_product(
     x and w are descriptors: the copy engine fills with zeros what lies outside. STEPS of the loop
     for each of SPLITS splits. parts, arrived: see `store_product`.
     """
+    chain.after_previous()
     item = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     tiles = (features + BF - 1) // BF
@@ -64,6 +66,7 @@ def dense_product(
         weights = w.load([feature, k])
         tokens = x.load([row, k])
         acc = tl.dot(weights, tokens.trans(), acc)
+    chain.before_next()
     store_product(
         acc.trans(), 1.0, parts, arrived, out, item, split, row, num_tokens, feature, features,
         BM, BF, SPLITS,
@@ -102,6 +105,7 @@ def product(
         GROUP=tile.group,
         STAGES=tile.stages,
         num_warps=4,
+        **chain.options(),
     )
     return y
 

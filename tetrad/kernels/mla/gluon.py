@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.gluon import why_not
 from tetrad.kernels.experts.gluon_parts import barrier, copy, gl, hopper, jit, start_copy
@@ -162,6 +163,7 @@ def attend(
         BT=WIDE.keys,
         PAGE=PAGE_TOKENS,
         num_warps=WARPS,
+        **chain.options(),
     )
     if num_splits > 1:
         portable.combine(parts, log_sums, out)

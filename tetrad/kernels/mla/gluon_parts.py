@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tetrad.kernels import chain
 from tetrad.kernels.experts.gluon_parts import barrier, gl, hopper, jit
 
 
@@ -18,7 +19,8 @@ def place(num_splits, H: gl.constexpr, BH: gl.constexpr):
 def seen_by(
     row, query_start, kv_lens, page_table, page_stride, num_sequences, ONE_EACH: gl.constexpr
 ):
-    """How many keys a row sees, and where its pages stand."""
+    """How many keys a row sees, and where its pages stand. The first to touch memory."""
+    chain.after_previous()
     sequence = row
     if not ONE_EACH:
         VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -134,6 +136,7 @@ def finish(
     SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Divide by the sums and write; a row that reads nothing gives zeros."""
+    chain.before_next()
     total = gl.sum(total, 1)
     is_empty = total == 0.0
     total = gl.where(is_empty, 1.0, total)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.e4m3 import BLOCK as FP8_BLOCK
 from tetrad.kernels.e4m3 import load_latents
@@ -169,6 +170,7 @@ def attend_kernel(
     a part without keys only the latter, -inf, is written. slots: scratch like `selected`.
     ONE_EACH: row s belongs to sequence s.
     """
+    chain.after_previous()
     head, row, part = _place(num_splits, H, BH)
     seen, pages = _seen_by(
         row, query_start, kv_lens, page_table, page_stride, num_sequences, ONE_EACH
@@ -207,6 +209,7 @@ def attend_kernel(
         at = part.to(tl.int64) * H + head
         log_sum = tl.where(is_empty, -float("inf"), largest + tl.log2(total))
         tl.store(log_sums + at, log_sum, mask=head < H)
+    chain.before_next()
     if not IS_SPLIT or first_tile < last_tile:
         column = tl.arange(0, C_PADDED)
         result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
@@ -220,6 +223,7 @@ def combine_kernel(
     H: tl.constexpr, C: tl.constexpr, SPLITS_PADDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: the parts, weighted by their share of the sum, in a fixed order."""
+    chain.after_previous()
     row = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
     split = tl.arange(0, SPLITS_PADDED)
@@ -234,6 +238,7 @@ def combine_kernel(
     part = tl.load(parts + at[:, None] * C + column[None, :], mask=mask, other=0.0)
     result = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     at = out + tl.program_id(0).to(tl.int64) * C + column
+    chain.before_next()
     tl.store(at, result.to(out.dtype.element_ty), mask=column < C)
 
 
@@ -284,6 +289,7 @@ def attend(
         IS_FP8=pool.dtype == torch.uint8,
         BY_PTX=not is_interpreted(),
         num_warps=tile.warps,
+        **chain.options(),
     )
     if num_splits > 1:
         combine(parts, log_sums, out)
@@ -317,6 +323,7 @@ def combine(parts: Tensor, log_sums: Tensor, out: Tensor) -> None:
         SPLITS_PADDED=splits,
         COLUMNS=columns,
         num_warps=4,
+        **chain.options(),
     )
 
 

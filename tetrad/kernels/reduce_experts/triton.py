@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
 
@@ -71,6 +72,7 @@ def reduce_kernel(
 ):
     """Both ways of adding slots give the same numbers. SLOTS: the power of two that holds
     NUM_SLOTS. `shared` and `residual` may be None."""
+    chain.after_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_inside = column < WIDTH
@@ -87,6 +89,7 @@ def reduce_kernel(
     if residual is not None:
         extra = tl.load(residual + token * WIDTH + column, mask=is_inside, other=0.0)
         total += extra.to(tl.float32)
+    chain.before_next()
     tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=is_inside)
 
 
@@ -117,6 +120,7 @@ def run(
         columns,
         num_tokens >= SKIPS_FROM,
         num_warps=4,
+        **chain.options(),
     )
     return y
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
 
@@ -57,6 +58,7 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Tiles are [HEADS, 2 * PAIRS] to rotate, and [HEADS, REST_COLUMNS] to copy."""
+    chain.after_previous()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     is_head = head < NUM_HEADS
@@ -67,6 +69,7 @@ def rope_kernel(
     c, s = angles_of(cos, sin, token, NUM_PAIRS, PAIRS)
     turned = turn(values, c[None, :], s[None, :], HEADS, PAIRS, INTERLEAVED)
     tl.store(target + column, turned.to(rotated.dtype.element_ty), mask=is_head & is_pair)
+    chain.before_next()
     if REST > 0:
         behind = tl.arange(0, REST_COLUMNS)[None, :]
         column = 2 * NUM_PAIRS + behind
@@ -86,7 +89,7 @@ def rotate_to(rotated: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved:
     rope_kernel[(num_tokens, cdiv(num_heads, heads))](
         x, cos, sin, rotated, x.stride(0), x.stride(1), rotated.stride(0), rotated.stride(1),
         num_heads, num_pairs, rest, heads, pairs, rest_columns, interleaved,
-        num_warps=4,
+        num_warps=4, **chain.options(),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.triton_support import jit, next_power_of_2, tl, why_not
 
@@ -74,8 +75,10 @@ def route_token(logits, bias, weights, ids, scaling, RULE: tl.constexpr):
 @jit()
 def route_kernel(logits, bias, weights, ids, scaling, RULE: tl.constexpr):
     """A program per token; see `route_token`."""
+    chain.after_previous()
     token = tl.program_id(0).to(tl.int64)
     at = token * RULE[1]
+    chain.before_next()
     route_token(logits + token * RULE[0], bias, weights + at, ids + at, scaling, RULE)
 
 
@@ -132,7 +135,7 @@ def run(
     rule = rule_of(len(bias), experts_per_token, num_groups, groups_per_token, normalise, held)
     weights, ids = slots_for(logits, experts_per_token, weights_into, ids_into)
     route_kernel[(len(logits),)](
-        logits, bias, weights, ids, scaling, rule, num_warps=num_warps_of(rule)
+        logits, bias, weights, ids, scaling, rule, num_warps=num_warps_of(rule), **chain.options()
     )
     return weights, ids
 

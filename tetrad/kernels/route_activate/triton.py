@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.route.triton import num_warps_of, route_token, rule_of, slots_for
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
@@ -31,9 +32,11 @@ def route_activate_kernel(
     RULE: tl.constexpr, WIDTH: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """A row of `joined` holds a token's logits, gate and up; RULE: `rule_of`."""
+    chain.after_previous()
     token = tl.program_id(0).to(tl.int64)
     row = joined + token * (RULE[0] + 2 * WIDTH)
     part = tl.program_id(1)
+    chain.before_next()
     if part == 0:
         at = token * RULE[1]
         route_token(row, bias, weights + at, ids + at, scaling, RULE)
@@ -66,8 +69,9 @@ def run(
     num_warps = num_warps_of(rule)
     stretch = min(num_warps * COLUMNS_PER_WARP, next_power_of_2(width))
     route_activate_kernel[(num_tokens, 1 + cdiv(width, stretch))](
-        joined, bias, weights, ids, hidden, scaling, rule, width, stretch, num_warps=num_warps
-    )
+        joined, bias, weights, ids, hidden, scaling, rule, width, stretch,
+        num_warps=num_warps, **chain.options(),
+    )  # fmt: skip
     return weights, ids, hidden
 
 

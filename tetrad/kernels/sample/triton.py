@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.sample.triton_search import kept_by_both, nth_token, value_of, weigh
 from tetrad.kernels.triton_support import cdiv, jit, next_power_of_2, tl, why_not
@@ -56,6 +57,7 @@ def peak_kernel(
     logits, peaks, best, NUM_TOKENS: tl.constexpr, STRETCHES: tl.constexpr, SIZE: tl.constexpr
 ):
     """Largest logit of each stretch, and the first token that has it."""
+    chain.after_previous()
     row = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
     token = stretch * SIZE + tl.arange(0, SIZE)
@@ -63,6 +65,7 @@ def peak_kernel(
     value = tl.load(source, mask=token < NUM_TOKENS, other=float("-inf"))
     place = tl.argmax(value, axis=0)
     tl.store(peaks + row * STRETCHES + stretch, tl.max(value))
+    chain.before_next()
     tl.store(best + row * STRETCHES + stretch, stretch * SIZE + place)
 
 
@@ -78,8 +81,10 @@ def _peak_of_row(peaks, best, row, STRETCHES: tl.constexpr, SLOTS: tl.constexpr)
 @jit()
 def greedy_kernel(peaks, best, ids, STRETCHES: tl.constexpr, SLOTS: tl.constexpr):
     """The best token of each row."""
+    chain.after_previous()
     row = tl.program_id(0).to(tl.int64)
     _, token = _peak_of_row(peaks, best, row, STRETCHES, SLOTS)
+    chain.before_next()
     tl.store(ids + row, token.to(tl.int64))
 
 
@@ -229,9 +234,10 @@ def run(
     best = logits.new_empty(num_rows, stretches, dtype=torch.int32)
     ids = logits.new_empty(num_rows, dtype=torch.int64)
     grid = (num_rows, stretches)
-    peak_kernel[grid](logits, peaks, best, num_tokens, stretches, STRETCH, num_warps=4)
+    how = chain.options()
+    peak_kernel[grid](logits, peaks, best, num_tokens, stretches, STRETCH, num_warps=4, **how)
     if temperature is None:
-        greedy_kernel[(num_rows,)](peaks, best, ids, stretches, slots, num_warps=1)
+        greedy_kernel[(num_rows,)](peaks, best, ids, stretches, slots, num_warps=1, **how)
         return ids
     last_ties = logits.new_empty(num_rows, dtype=torch.int32)
     found = (peaks, best, thresholds, last_ties)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.sort_tokens.contract import FEWEST_FILLED, max_tiles
 from tetrad.kernels.triton_support import constexpr, jit, next_power_of_2, tl, why_not
@@ -92,6 +93,7 @@ def sort_kernel(
     The three results lie one after another from `rows` on. CHUNK tokens are read at a time, with
     SLOTS slots each; WIDTH is the power of two that holds these.
     """
+    chain.after_previous()
     tile_expert = rows + most_tiles * BLOCK
     num_tiles = tile_expert + most_tiles
     expert = tl.program_id(0)
@@ -123,6 +125,7 @@ def sort_kernel(
     stride = NUM_EXPERTS * SPAN
     _fill(rows, total * BLOCK + expert * SPAN, most_tiles * BLOCK, stride, -1, SPAN)
     _fill(tile_expert, total + expert * SPAN, most_tiles, stride, -1, SPAN)
+    chain.before_next()
     if expert == 0:
         tl.store(num_tiles, tl.sum(tl.where(each_of > SMALL_BLOCK, tiles, 0)))
         tl.store(num_tiles + 1, total)
@@ -153,6 +156,7 @@ def run(
         max(chunk // width, 1),
         128,
         num_warps=num_warps,
+        **chain.options(),
     )
     end = most * block
     return buffer[:end], buffer[end:-2], buffer[-2:]
