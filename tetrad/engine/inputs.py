@@ -46,6 +46,11 @@ class Columns:
     def of(cls, plan: StepPlan) -> Columns:
         """Decodes are columns already; the others are put behind them."""
         works, decodes = plan.sequences, plan.decodes
+        if not works:
+            starts, rows = decodes.starts, np.arange(len(decodes))
+            slots = _slots(decodes.page_table, rows, starts)
+            ones = np.ones_like(starts)
+            return cls(ones, starts + 1, decodes.page_table, decodes.token_ids, starts, slots)
         count = len(works)
         lens = np.fromiter((len(work.token_ids) for work in works), np.int64, count)
         starts = np.fromiter((work.start for work in works), np.int64, count)
@@ -56,20 +61,23 @@ class Columns:
         rows = np.arange(len(kv_lens)).repeat(query_lens)
         ends = query_lens.cumsum()
         positions = np.arange(len(rows)) + (kv_lens - ends).take(rows)
-        pages = page_table[rows, positions // PAGE_TOKENS].astype(np.int64)
         return cls(
             query_lens,
             kv_lens,
             page_table,
             np.concatenate([decodes.token_ids, np.fromiter(ids, np.int64, int(lens.sum()))]),
             positions,
-            pages * PAGE_TOKENS + positions % PAGE_TOKENS,
+            _slots(page_table, rows, positions),
         )
 
 
+def _slots(page_table: PageTable, rows: Ints, positions: Ints) -> Ints:
+    """Where the key of each of `positions` [T], of `rows` [T] of the table, is kept."""
+    pages: Ints = page_table[rows, positions // PAGE_TOKENS].astype(np.int64)
+    return pages * PAGE_TOKENS + positions % PAGE_TOKENS
+
+
 def _page_table(decodes: Decodes, works: tuple[SequenceWork, ...], width: int) -> PageTable:
-    if not works and decodes.page_table.shape[1] == width:
-        return decodes.page_table
     first = len(decodes)
     table = np.zeros((first + len(works), width), np.int32)
     table[:first, : decodes.page_table.shape[1]] = decodes.page_table
@@ -128,9 +136,11 @@ class StaticInputs:
         longs[-1] = count
         kv_lens = np.ones(size, np.int32)
         kv_lens[:count] = columns.kv_lens
-        page_table = np.zeros((size, columns.page_table.shape[1]), np.int32)
-        page_table[count:, 0] = self._scratch_page
-        page_table[:count] = columns.page_table
+        page_table = columns.page_table
+        if count < size:
+            page_table = np.zeros((size, page_table.shape[1]), np.int32)
+            page_table[count:, 0] = self._scratch_page
+            page_table[:count] = columns.page_table
         send_into(torch.from_numpy(longs), self._longs)
         send_into(torch.from_numpy(kv_lens), self._kv_lens)
         send_into(torch.from_numpy(page_table), self.page_table[:, : page_table.shape[1]])

@@ -91,12 +91,25 @@ class Rows:
         first, row = len(sequence.pages), sequence.row
         sequence.pages += pages
         num_pages = len(sequence.pages)
+        self._make_room(num_pages)
+        self.pages[row, first:num_pages] = pages
+        self.num_pages[row] = num_pages
+
+    def add_page_each(self, sequences: list[Sequence], pages: list[int]) -> None:
+        """One of `pages` for each."""
+        rows = [sequence.row for sequence in sequences]
+        places = self.num_pages[rows]
+        self._make_room(int(places.max()) + 1)
+        self.pages[rows, places] = pages
+        self.num_pages[rows] = places + 1
+        for sequence, page in zip(sequences, pages, strict=True):
+            sequence.pages += (page,)
+
+    def _make_room(self, num_pages: int) -> None:
         if num_pages > self.pages.shape[1]:
             wider = np.zeros((len(self.pages), 2 * num_pages), np.int32)
             wider[:, : self.pages.shape[1]] = self.pages
             self.pages = wider
-        self.pages[row, first:num_pages] = pages
-        self.num_pages[row] = num_pages
 
     def short_of_pages(self, rows: Ints, num_tokens: Ints) -> list[Sequence]:
         """Those of `rows` whose pages do not hold so many tokens."""

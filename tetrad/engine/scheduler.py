@@ -87,7 +87,7 @@ class Scheduler(Ledger):
             total = table.known.take(rows) + table.pending.take(rows)
             is_left = total < table.most_tokens.take(rows)
             rows, total = rows[is_left], total[is_left]
-            if all(map(self._has_pages, table.short_of_pages(rows, total))):
+            if all(map(self._has_pages, self._short_of_pages(rows, total))):
                 self._plan(step, rows, total, np.ones_like(rows))
         return self._commit(step)
 
@@ -106,7 +106,7 @@ class Scheduler(Ledger):
         lag = np.where(is_spent, 0, total - table.computed.take(rows))
         granted = np.clip(budget - (lag.cumsum() - lag), 0, lag)
         due = rows[granted > 0]
-        for sequence in table.short_of_pages(due, total[granted > 0]):
+        for sequence in self._short_of_pages(due, total[granted > 0]):
             while sequence.pages and not self._has_pages(sequence):
                 self._preempt_last()
                 self.counters.preemptions += 1
@@ -124,6 +124,16 @@ class Scheduler(Ledger):
         step.decode(table, rows[is_plain])
         for index in np.flatnonzero((granted > 0) & ~is_plain).tolist():
             step.add(table, table.sequences[rows[index]], int(granted[index]))
+
+    def _short_of_pages(self, rows: Ints, num_tokens: Ints) -> list[Sequence]:
+        """Those of `rows` whose pages do not hold so many tokens. Before, each that is short gets a
+        page, if there are enough for all; then none is left of those that decode."""
+        table = self.running.rows
+        short = table.short_of_pages(rows, num_tokens)
+        if not 0 < len(short) <= self.cache.num_available:
+            return short
+        table.add_page_each(short, self.cache.allocate(len(short)))
+        return table.short_of_pages(rows, num_tokens)
 
     def _has_pages(self, sequence: Sequence) -> bool:
         """Make sure its known tokens have slots; False if no page is to be had."""
