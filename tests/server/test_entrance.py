@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,9 +37,11 @@ def request(number: int) -> tuple[bytes, bytes]:
 
 @pytest.fixture
 async def narrow(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """The port of a server into which one connection and one request come in each turn."""
+    """The port of a server into which one connection and one request come in each turn, and from
+    which one goes."""
     monkeypatch.setattr(entrance, "CONNECTIONS_A_TURN", 1)
     monkeypatch.setattr(server_http, "REQUESTS_A_TURN", 1)
+    monkeypatch.setattr(server_http, "EXITS_A_TURN", 1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         http = HttpServer(service, listener)
         try:
@@ -139,6 +142,27 @@ async def test_who_leaves_while_it_stands_in_line_leaves_nothing(
         await asyncio.get_running_loop().sock_sendall(probe, HEALTH)
         answer = await asyncio.get_running_loop().sock_recv(probe, 1024)
     assert answer.startswith(b"HTTP/1.1 200")
+    await until(lambda: service.open_requests == 0)
+
+
+async def test_those_who_leave_at_once_are_let_go_one_after_another(
+    narrow: str, engine: FakeEngine, service: Service
+):
+    engine.gate.clear()
+    parts = urlsplit(narrow)
+    clients = [socket.create_connection((parts.hostname, parts.port)) for _ in range(12)]
+    for number, client in enumerate(clients):
+        client.sendall(b"".join(request(number)))
+    await until(lambda: len(engine.live) == len(clients))
+    for client in clients:
+        client.close()
+    counts = [0]
+    async with asyncio.timeout(30):
+        while counts[-1] < len(clients):
+            await asyncio.sleep(0)
+            counts.append(len(engine.aborted))
+    engine.gate.set()
+    assert max(now - before for before, now in pairwise(counts)) == 1
     await until(lambda: service.open_requests == 0)
 
 

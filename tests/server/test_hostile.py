@@ -220,7 +220,9 @@ async def test_a_reader_that_is_slow_is_waited_for(monkeypatch):
         def abort(self) -> None:
             closed.set()
 
-    connection = Connection(uvicorn.Config(build_app), ServerState(), {}, turnstile=Turnstile(1))
+    connection = Connection(
+        uvicorn.Config(build_app), ServerState(), {}, turnstile=Turnstile(1), exit=Turnstile(1)
+    )
     connection.transport = Transport()
     connection.flow = FlowControl(connection.transport)
     connection.pause_writing()

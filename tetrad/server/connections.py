@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import httptools
@@ -70,10 +71,14 @@ class Body:
 class Connection(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, *arguments: Any, turnstile: Turnstile, **named: Any) -> None:
-        """`turnstile`: by which requests of all connections come in."""
+    def __init__(
+        self, *arguments: Any, turnstile: Turnstile, exit: Turnstile, **named: Any
+    ) -> None:
+        """Requests of all connections come in by `turnstile`; by `exit` those go whose client has
+        left."""
         super().__init__(*arguments, **named)
         self._turnstile = turnstile
+        self._exit = exit
         self._held: list[bytes] = []
         """What has come of a request that may not come in yet."""
         self._is_in_line = False
@@ -91,10 +96,13 @@ class Connection(HttpToolsProtocol):
         self._wait(FIRST_BYTE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Nothing is waited for any more, and nothing written. To end what it asked for takes a
+        while, and many may leave at once."""
         self._wait(None)
         self._has_read()
-        super().connection_lost(exc)
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+        self._exit.let_in(partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         """Take it, unless it begins a request and many others begin."""

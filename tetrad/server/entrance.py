@@ -1,4 +1,4 @@
-"""How connections and requests come in: a few in each turn of the event loop.
+"""How connections and requests come in, and go: a few in each turn of the event loop.
 
 Thousands may come at once. To make a connection, to read a request and to begin it takes the loop
 up to a millisecond, and who asks for /health meanwhile waits for the turn to end. So connections
@@ -26,6 +26,8 @@ ACCEPTS_A_TURN = 128
 CONNECTIONS_A_TURN = 16
 REQUESTS_A_TURN = 6
 """Some 4 ms of work: a request is read in one turn and begins in the next."""
+EXITS_A_TURN = 16
+"""Requests that end as their client has left. It takes each four turns."""
 PAUSE_S = 0.1
 """For so long nothing is accepted when the system refuses to."""
 LOOK_BYTES = 256

@@ -17,7 +17,7 @@ from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.app import build_app
 from tetrad.server.beat import beat
 from tetrad.server.connections import Connection
-from tetrad.server.entrance import REQUESTS_A_TURN, Entrance, Turnstile
+from tetrad.server.entrance import EXITS_A_TURN, REQUESTS_A_TURN, Entrance, Turnstile
 from tetrad.server.service import Service
 
 KEEP_ALIVE_S = 65
@@ -109,10 +109,10 @@ def _check_readable(flag: str, path: Path) -> None:
 class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's own, with another entrance."""
-        turnstile = Turnstile(REQUESTS_A_TURN)
+        turnstile, exit = Turnstile(REQUESTS_A_TURN), Turnstile(EXITS_A_TURN)
 
         def protocol() -> Connection:
-            return Connection(self.config, self.server_state, {}, turnstile=turnstile)
+            return Connection(self.config, self.server_state, {}, turnstile=turnstile, exit=exit)
 
         entrances: list[Any] = [
             Entrance(listener, protocol, Connection.shutdown, self.config.ssl, self.config.backlog)
