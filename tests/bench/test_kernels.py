@@ -13,7 +13,7 @@ import torch
 from tests.factories import TINY_GLM
 from tetrad.bench import kernels
 from tetrad.bench.kernels import KernelBench, run, worst
-from tetrad.bench.kernels_breakdown import RUNS, launch_times
+from tetrad.bench.kernels_breakdown import RUNS, launch_times, one_by_one
 from tetrad.bench.kernels_ceilings import CPU_BYTES, CPU_EDGE, measure_ceilings
 from tetrad.bench.kernels_check import truth_of
 from tetrad.core.arch import ModelArch
@@ -283,6 +283,12 @@ def test_ceilings_count_bytes_and_operations():
     assert found.gemm_tflops == pytest.approx(2 * CPU_EDGE**3 / 1e9)
     assert found.launch_us == 1000.0
     assert found.tb_per_s == found.copy_tb_per_s
+
+
+def test_a_launch_that_waits_for_the_one_before_does_so_in_the_others_time():
+    seen = [(16.0, "c", 6.0), (0.0, "a", 10.0), (7.0, "b", 8.0), (30.0, "d", 1.0), (30.5, "e", 0.2)]
+    times = [(name, us) for _, name, us in one_by_one(seen)]
+    assert times == [("a", 10.0), ("b", 5.0), ("c", 6.0), ("d", 1.0), ("e", 0.0)]
 
 
 def test_launches_are_told_apart_from_the_flush_and_between_runs():

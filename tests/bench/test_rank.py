@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.bench.test_kernels import FixedTimer
-from tetrad.bench import rank, rank_trace
+from tetrad.bench import kernels_breakdown, rank
 from tetrad.bench.rank import RankBench, Stage, op_shares, run, step_batch
 from tetrad.bench.rank_trace import OTHER, REST, Spent, Trace, spent, stretches
 from tetrad.core.arch import ModelArch
@@ -210,7 +210,7 @@ class FakeProfiler:
             SimpleNamespace(
                 name=name,
                 device_type=SimpleNamespace(name="CUDA"),
-                time_range=SimpleNamespace(start=place, elapsed_us=lambda: 2.0),
+                time_range=SimpleNamespace(start=2.0 * place, elapsed_us=lambda: 2.0),
             )
             for place, name in enumerate(self.launched)
         ]
@@ -218,7 +218,7 @@ class FakeProfiler:
 
 def test_a_gpus_launches_belong_to_what_ran_around_them(monkeypatch: pytest.MonkeyPatch):
     """Every op launches one kernel here, the sampler two; marks count nowhere."""
-    monkeypatch.setattr(rank_trace, "profile", FakeProfiler)
+    monkeypatch.setattr(kernels_breakdown, "profile", FakeProfiler)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     launched = FakeProfiler.launched
     monkeypatch.setattr(torch, "erfinv", lambda _x, out: launched.append("an erfinv kernel"))

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from tetrad.bench.kernels_breakdown import launches
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.select import OP_NAMES, OpSet
 from tetrad.layers.mlp import Mlp
@@ -97,16 +97,8 @@ class Trace:
             pieces = [[("", after - before)] for before, after in itertools.pairwise(times)]
             found = spent(self._labels, pieces)
         else:
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-                self._run(step)
-                torch.cuda.synchronize()
-            launches = sorted(
-                (event.time_range.start, event.name, event.time_range.elapsed_us())
-                for event in seen.events() or ()
-                if event.device_type.name == "CUDA"
-            )
-            found = spent(self._labels, stretches([(name, us) for _, name, us in launches]))
+            seen = launches(lambda: self._run(step))
+            found = spent(self._labels, stretches([(name, us) for _, name, us in seen]))
         if found is not None:
             for label, number in self._calls.items():
                 found[label].calls = number
@@ -165,11 +157,11 @@ class Trace:
         setattr(owner, attribute, watched)
 
 
-def stretches(launches: Sequence[Seen]) -> list[list[Seen]]:
+def stretches(seen: Sequence[Seen]) -> list[list[Seen]]:
     """The launches between each two marks, in order; what lies before the first or after the last
     belongs to nobody."""
     found: list[list[Seen]] = []
-    for name, us in launches:
+    for name, us in seen:
         if MARK in name:
             found.append([])
         elif found:
