@@ -145,7 +145,8 @@ def test_a_flag_is_meant_by_a_typo_or_an_abbreviation_and_by_nothing_else():
     known = ["--port", "--tp", "--max-total-tokens", "--max-running-requests"]
     assert meant("--prot", known) == "--port"
     assert meant("--max-run-req", known) == "--max-running-requests"
-    assert [meant(flag, known) for flag in ("--max", "--max-model-len", "--xx")] == [None] * 3
+    assert meant("--running-requests", known) == "--max-running-requests"
+    assert [meant(flag, known) for flag in ("--max", "--max-model-len", "--xx", "-")] == [None] * 4
     assert meant("--port" + "t" * 200, known) is None
     assert edits("kitten", "sitting") == 3
 

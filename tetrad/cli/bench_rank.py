@@ -130,7 +130,7 @@ def op_table(row: RankTiming) -> Table:
     table = Table(title=f"A step of {row.batch} sequences, op by op", title_justify="left")
     for heading in ("part", "op"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("calls", "launches", "ms", "of step", "limit ms", "of limit", "bound by"):
+    for heading in ("calls", "launches", "ms", "of ops", "limit ms", "of limit", "bound by"):
         table.add_column(heading, justify="right", no_wrap=True)
     whole_us = row.ops_us or row.limit_us
     small = [op for op in row.ops if max(op.us or 0.0, op.limit_us) < LEAST_SHARE * whole_us]
@@ -141,7 +141,7 @@ def op_table(row: RankTiming) -> Table:
         calls, launches = (sum(getattr(op, name) for op in small) for name in ("calls", "launches"))
         took_us = sum(op.us or 0.0 for op in small)
         table.add_row(
-            f"{len(small)} smaller", "", str(calls), str(launches), f"{took_us / 1e3:.3f}",
+            f"{len(small)} smaller", "", str(calls), str(launches or ""), f"{took_us / 1e3:.3f}",
             f"{100 * took_us / whole_us:.1f} %",
         )  # fmt: skip
     return table

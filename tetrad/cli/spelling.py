@@ -11,8 +11,8 @@ MAX_FLAG_CHARACTERS = 100
 
 def meant(flag: str, known: Iterable[str]) -> str | None:
     """The one of `known` whose spelling is at most `MOST_EDITS` letters away (of short ones
-    fewer), else the only one `flag` begins in order (`--random-in-len`); None when there is no
-    such flag."""
+    fewer), else the only one `flag` begins in order (`--random-in-len`), else the only one that
+    ends with it (`--concurrency`); None when there is no such flag."""
     if len(flag) > MAX_FLAG_CHARACTERS:
         return None
     names = sorted(set(known))
@@ -20,6 +20,7 @@ def meant(flag: str, known: Iterable[str]) -> str | None:
     if near is not None and edits(flag, near) <= min(MOST_EDITS, len(flag) // 3):
         return near
     longer = [name for name in names if _shortens(flag, name)]
+    longer = longer or [name for name in names if flag[1:] and name.endswith(flag[1:])]
     return longer[0] if len(longer) == 1 else None
 
 
