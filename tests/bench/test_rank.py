@@ -18,6 +18,7 @@ from tetrad.core.errors import ConfigError
 from tetrad.core.keys import ACTIVATION, FP8
 from tetrad.core.rank_records import OpShare, RankTiming
 from tetrad.core.ranks import Ranks
+from tetrad.core.records import CallTime
 from tetrad.data import embedded_model
 from tetrad.kernels.select import resolve_ops
 from tetrad.kernels.timer import timer_for
@@ -189,6 +190,16 @@ def test_launches_are_cut_at_the_marks():
 def test_a_lost_mark_is_noticed():
     """Else every later launch would be counted as its neighbour's."""
     assert spent([("p", "f"), ("p", "g")], stretches(launches("erfinv", "a", "erfinv"))) is None
+
+
+def test_a_disturbed_step_is_told():
+    class Uneven(FixedTimer):
+        def time(self, calls: Any, budget_s: float) -> CallTime:
+            return super().time(calls, budget_s).model_copy(update={"p10_us": 2e3, "p90_us": 8e3})
+
+    (row,) = run(plan(batches=(8,)), lambda _: None, Uneven())
+    assert [note for note in row.notes if "differ 4 fold" in note]
+    assert not rows(plan(batches=(8,)))[0].notes
 
 
 class FakeProfiler:

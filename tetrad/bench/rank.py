@@ -39,6 +39,8 @@ from tetrad.roofline.cost import OpCall, StepLoad, step_calls
 from tetrad.roofline.limits import Rates
 
 CEILINGS_BUDGET_S = 4.0
+WIDE_SPREAD = 3.0
+"""So many times as long as the 10th percentile takes the 90th only where something disturbs it."""
 DRAWN_PAGES = 251
 """As many have keys of their own, the others those of these again. A prime: pages of a sequence lie
 as many apart as there are sequences, and should differ."""
@@ -193,11 +195,16 @@ class Stage:
             link_us=self.rates.link_us(step.traffic.total_bytes),
             limit_us=sum(map(self.rates.limit_us, calls)),
             ops=op_shares(calls, spent, self.rates),
-            notes=self._notes(batch, spent is not None),
+            notes=self._notes(step, spent is not None),
         )
 
-    def _notes(self, batch: int, is_traced: bool) -> list[str]:
-        notes = []
+    def _notes(self, step: TimedStep, is_traced: bool) -> list[str]:
+        notes, batch, time = [], step.batch, step.time
+        if time.p90_us > WIDE_SPREAD * time.p10_us:
+            notes.append(
+                f"times differ {time.p90_us / time.p10_us:.0f} fold between repeats, as beside "
+                "other work: no figure of this step can be relied on"
+            )
         if batch % self.plan.ranks.attn_dp:
             notes.append(
                 f"{batch} sequences do not lie evenly over {self.plan.ranks.attn_dp} groups; this "
