@@ -65,6 +65,13 @@ def test_the_table(
     assert (sentence is None) == (capability in runs_on)
 
 
+def test_the_page_on_kernels_knows_every_backend():
+    table = (ROOT / "docs" / "kernels.md").read_text().split("## Backends")[1]
+    rows = [line for line in table.split("\n\n")[2].splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row.split("|")[1])}
+    assert told == {name for op in OPS.values() for name in op.backends}
+
+
 def test_the_documented_table():
     """docs/kernels.md has one line a backend of the experts, and a column for each GPU."""
     text = (ROOT / "docs" / "kernels.md").read_text()
