@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator
 from functools import partial
 from itertools import pairwise
@@ -164,6 +165,73 @@ async def test_those_who_leave_at_once_are_let_go_one_after_another(
     engine.gate.set()
     assert max(now - before for before, now in pairwise(counts)) == 1
     await until(lambda: service.open_requests == 0)
+
+
+@pytest.fixture
+async def slow_exit(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[int, set[Any]]]:
+    """The port of a server from which one request goes in each turn, and its connections."""
+    monkeypatch.setattr(server_http, "EXITS_A_TURN", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = HttpServer(service, listener)
+        try:
+            yield listener.getsockname()[1], http._server.server_state.connections
+        finally:
+            await http.end()
+
+
+async def test_who_has_left_is_not_told_of_the_end(
+    slow_exit: tuple[int, set[Any]], engine: FakeEngine
+):
+    """Though its request still waits to be let go. Each has sent a part of its body."""
+    port, connections = slow_exit
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]
+    for number, client in enumerate(clients):
+        head, body = request(number)
+        client.sendall(head + body[:5])
+    await until(lambda: sum(not c._is_in_head for c in connections) == len(clients))
+    for client in clients:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    for _ in range(8):  # turns
+        await asyncio.sleep(0)
+    assert not connections
+    assert not engine.seen
+
+
+async def test_who_leaves_has_none_of_its_requests_answered(
+    slow_exit: tuple[int, set[Any]], engine: FakeEngine, service: Service
+):
+    """The first runs, the second stands behind it."""
+    engine.gate.clear()
+    port, connections = slow_exit
+    client = socket.create_connection(("127.0.0.1", port))
+    client.sendall(b"".join(request(1)) * 2)
+    await until(lambda: bool(engine.live))
+    (connection,) = connections
+    await until(lambda: bool(connection.pipeline))
+    connection.transport.abort()
+    client.close()
+    async with asyncio.timeout(30):
+        await until(lambda: not engine.live and service.open_requests == 0)
+    engine.gate.set()
+    assert len(engine.aborted) == len(engine.seen) == 1
+
+
+async def test_who_fails_in_the_turnstile_does_not_hold_up_others():
+    turnstile = Turnstile(1)
+    passed: list[int] = []
+
+    def fail() -> None:
+        raise ValueError
+
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+    turnstile.let_in(partial(passed.append, 0))
+    turnstile.let_in(fail)
+    turnstile.let_in(partial(passed.append, 1))
+    async with asyncio.timeout(30):
+        await until(lambda: passed == [0, 1])
 
 
 async def test_who_stands_in_line_when_it_closes_is_closed(monkeypatch: pytest.MonkeyPatch):

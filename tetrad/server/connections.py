@@ -79,6 +79,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(*arguments, **named)
         self._turnstile = turnstile
         self._exit = exit
+        self._answered: RequestResponseCycle | None = None
+        """The request that is being answered, or was last; `cycle` is the last that was read."""
         self._held: list[bytes] = []
         """What has come of a request that may not come in yet."""
         self._is_in_line = False
@@ -100,9 +102,16 @@ class Connection(HttpToolsProtocol):
         while, and many may leave at once."""
         self._wait(None)
         self._has_read()
-        if self.cycle and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-        self._exit.let_in(partial(super().connection_lost, exc))
+        self.connections.discard(self)
+        self.pipeline.clear()
+        if cycle := self._unanswered:
+            cycle.disconnected = True
+        self._exit.let_in(partial(self._leave, exc))
+
+    def _leave(self, exc: Exception | None) -> None:
+        if self._answered is not None:
+            self._answered.message_event.set()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take it, unless it begins a request and many others begin."""
@@ -142,6 +151,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.scope["state"][BODY] = Body(cycle)
+        self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -191,13 +201,25 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server ends: whole requests are answered, others are not waited for."""
-        if self.cycle is not None and not self._is_in_head and not self.cycle.response_started:
+        if self._is_closing:
+            return
+        cycle = self._unanswered
+        if cycle is not None and cycle is not self.cycle:
+            cycle.keep_alive = False  # others stand behind it
+        elif self.cycle is not None and not self._is_in_head and not self.cycle.response_started:
             self._refuse(
                 503,
                 "The server is shutting down and takes no new requests.",
                 f"retry-after: {RETRY_AFTER_S}\r\n",
             )
-        super().shutdown()
+        else:
+            super().shutdown()
+
+    @property
+    def _unanswered(self) -> RequestResponseCycle | None:
+        """The request whose answer is not complete, the first if there are several."""
+        cycle = self._answered
+        return None if cycle is None or cycle.response_complete else cycle
 
     @property
     def _is_closing(self) -> bool:
@@ -275,7 +297,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str, headers: str = "") -> None:
         """Answer in place of the application, unless it has begun to, and close."""
-        cycle = self.cycle
+        cycle = self._answered
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body = json_bytes(error_body(message, status))
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{headers}"

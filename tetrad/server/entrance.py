@@ -68,12 +68,14 @@ class Turnstile:
 
     def _turn(self) -> None:
         self._num_now = 0
-        while self._line and self._num_now < self._num_a_turn:
-            self._num_now += 1
-            self._line.popleft()()
-        self._is_turning = bool(self._num_now)
-        if self._is_turning:
-            asyncio.get_running_loop().call_soon(self._turn)
+        try:
+            while self._line and self._num_now < self._num_a_turn:
+                self._num_now += 1
+                self._line.popleft()()
+        finally:  # one who fails does not hold up the others
+            self._is_turning = bool(self._num_now)
+            if self._is_turning:
+                asyncio.get_running_loop().call_soon(self._turn)
 
 
 class Entrance(Generic[P]):
