@@ -60,7 +60,8 @@ class NullRunner:
     def __init__(self, vocab: int, eos_ids: tuple[int, ...], step_s: float) -> None:
         self._vocab = vocab
         self._eos_ids = frozenset(eos_ids)
-        self._ends = np.array(eos_ids, np.int64)
+        self._is_end = np.zeros(vocab, np.bool_)
+        self._is_end[[end for end in eos_ids if end < vocab]] = True
         self._step_s = step_s
         self._free_at = 0.0
 
@@ -86,7 +87,7 @@ class NullRunner:
         """`scripted_token` of each."""
         starts = (decodes.seeds % np.uint64(self._vocab)).astype(np.int64)
         tokens = (starts + decodes.num_generated * STRIDE) % self._vocab
-        while (is_end := np.isin(tokens, self._ends)).any():
+        while (is_end := self._is_end[tokens]).any():
             tokens = np.where(is_end, (tokens + 1) % self._vocab, tokens)
         return tokens
 
