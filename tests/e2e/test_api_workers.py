@@ -90,7 +90,15 @@ def metrics(server: Served) -> dict[str, float]:
 
 
 def workers(server: Served) -> list[psutil.Process]:
-    return [p for p in family(server) if "tetrad.server.worker" in p.cmdline()]
+    return [p for p in family(server) if "tetrad.server.worker" in words_of(p)]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Of its command line; none of one that has ended meanwhile."""
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
 
 
 def family(server: Served) -> list[psutil.Process]:
@@ -287,7 +295,7 @@ async def test_a_killed_engine_is_an_error_for_everyone_and_an_exit_code(tmp_pat
     with serving(tmp_path, *FLAGS) as server:
         streams = await spread(server, 16)
         everyone = family(server)
-        (engine,) = [p for p in everyone if "tetrad.engine.worker" in p.cmdline()]
+        (engine,) = [p for p in everyone if "tetrad.engine.worker" in words_of(p)]
         engine.kill()
         for stream in streams:
             events = await asyncio.wait_for(stream.task, 30)

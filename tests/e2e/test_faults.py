@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.conftest import Served, serving
 from tests.e2e.scripted import NULL, Stream, begin
-from tests.e2e.test_api_workers import family, is_over, listens, status, until, workers
+from tests.e2e.test_api_workers import family, is_over, listens, status, until, words_of, workers
 from tetrad.cli.child import free_port
 from tetrad.data import embedded_model
 
@@ -39,7 +39,7 @@ async def all_right(server: Served, first_seed: int, num: int = 16) -> None:
 
 
 def engine_of(server: Served) -> psutil.Process:
-    (found,) = [p for p in family(server) if any(".engine." in part for part in p.cmdline())]
+    (found,) = [p for p in family(server) if any(".engine." in part for part in words_of(p))]
     return found
 
 
