@@ -221,7 +221,7 @@ async def test_a_reader_that_is_slow_is_waited_for(monkeypatch):
             closed.set()
 
     connection = Connection(
-        uvicorn.Config(build_app), ServerState(), {}, turnstile=Turnstile(1), exit=Turnstile(1)
+        uvicorn.Config(build_app), ServerState(), {}, turnstile=Turnstile(1), exits=Turnstile(1)
     )
     connection.transport = Transport()
     connection.flow = FlowControl(connection.transport)

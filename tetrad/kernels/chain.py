@@ -40,10 +40,10 @@ def options() -> dict[str, bool]:
         device = triton.runtime.driver.active.get_current_device()
     except RuntimeError:  # no GPU: kernels are interpreted, or tests stand in for them
         return {}
-    return {"launch_pdl": True} if _can_chain(device) and not is_interpreted() else {}
+    return {"launch_pdl": True} if _can_chain(device) else {}
 
 
 @functools.cache
 def _can_chain(_device: Any) -> bool:
     target = triton.runtime.driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)
+    return bool(target.backend == "cuda" and target.arch >= 90 and not is_interpreted())

@@ -72,13 +72,13 @@ class Connection(HttpToolsProtocol):
     """One connection."""
 
     def __init__(
-        self, *arguments: Any, turnstile: Turnstile, exit: Turnstile, **named: Any
+        self, *arguments: Any, turnstile: Turnstile, exits: Turnstile, **named: Any
     ) -> None:
-        """Requests of all connections come in by `turnstile`; by `exit` those go whose client has
+        """Requests of all connections come in by `turnstile`; by `exits` those go whose client has
         left."""
         super().__init__(*arguments, **named)
         self._turnstile = turnstile
-        self._exit = exit
+        self._exits = exits
         self._answered: RequestResponseCycle | None = None
         """The request that is being answered, or was last; `cycle` is the last that was read."""
         self._held: list[bytes] = []
@@ -106,7 +106,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         if cycle := self._unanswered:
             cycle.disconnected = True
-        self._exit.let_in(partial(self._leave, exc))
+        self._exits.let_in(partial(self._leave, exc))
 
     def _leave(self, exc: Exception | None) -> None:
         if self._answered is not None:

@@ -109,10 +109,10 @@ def _check_readable(flag: str, path: Path) -> None:
 class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's own, with another entrance."""
-        turnstile, exit = Turnstile(REQUESTS_A_TURN), Turnstile(EXITS_A_TURN)
+        turnstile, exits = Turnstile(REQUESTS_A_TURN), Turnstile(EXITS_A_TURN)
 
         def protocol() -> Connection:
-            return Connection(self.config, self.server_state, {}, turnstile=turnstile, exit=exit)
+            return Connection(self.config, self.server_state, {}, turnstile=turnstile, exits=exits)
 
         entrances: list[Any] = [
             Entrance(listener, protocol, Connection.shutdown, self.config.ssl, self.config.backlog)

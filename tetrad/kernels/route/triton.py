@@ -77,9 +77,11 @@ def route_kernel(logits, bias, weights, ids, scaling, RULE: tl.constexpr):
     """A program per token; see `route_token`."""
     chain.after_previous()
     token = tl.program_id(0).to(tl.int64)
-    at = token * RULE[1]
+    NUM_EXPERTS: tl.constexpr = RULE[0]
+    NUM_SLOTS: tl.constexpr = RULE[1]
+    at = token * NUM_SLOTS
     chain.before_next()
-    route_token(logits + token * RULE[0], bias, weights + at, ids + at, scaling, RULE)
+    route_token(logits + token * NUM_EXPERTS, bias, weights + at, ids + at, scaling, RULE)
 
 
 def rule_of(

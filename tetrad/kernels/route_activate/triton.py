@@ -33,15 +33,17 @@ def route_activate_kernel(
 ):  # fmt: skip
     """A row of `joined` holds a token's logits, gate and up; RULE: `rule_of`."""
     chain.after_previous()
+    NUM_EXPERTS: tl.constexpr = RULE[0]
+    NUM_SLOTS: tl.constexpr = RULE[1]
     token = tl.program_id(0).to(tl.int64)
-    row = joined + token * (RULE[0] + 2 * WIDTH)
+    row = joined + token * (NUM_EXPERTS + 2 * WIDTH)
     part = tl.program_id(1)
     chain.before_next()
     if part == 0:
-        at = token * RULE[1]
+        at = token * NUM_SLOTS
         route_token(row, bias, weights + at, ids + at, scaling, RULE)
     else:
-        gate = row + RULE[0]
+        gate = row + NUM_EXPERTS
         first = (part - 1) * STRETCH
         _activate(gate, gate + WIDTH, hidden + token * WIDTH, first, WIDTH, STRETCH)
 
