@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tetrad.core.errors import CheckpointError
 from tetrad.data import embedded_model
+from tetrad.server import text as text_module
 from tetrad.server.text import Detokenizer, Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(embedded_model())
@@ -99,6 +100,14 @@ def test_a_special_token_that_is_a_marker_stays_visible(tmp_path: Path):
     tokenizer.add_special_tokens([added])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.from_folder(tmp_path).id_of("<think>") == TOKENIZER.id_of("<think>")
+
+
+def test_a_lent_tokenizer_reads_each_token_of_its_own_once(monkeypatch: pytest.MonkeyPatch):
+    """Ids of a larger vocabulary stand for its tokens over and over."""
+    lent = Tokenizer.from_folder(embedded_model(), is_lent=True)
+    own = [lent.token_bytes(token_id) for token_id in range(lent.vocab_size)]
+    monkeypatch.setattr(text_module, "bytes_of", None)
+    assert [lent.token_bytes(lent.vocab_size * 3 + i) for i in range(lent.vocab_size)] == own
 
 
 def test_a_token_outside_the_vocabulary_is_silent():

@@ -71,15 +71,15 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; none for an id outside the vocabulary (padding rows),
         unless the tokenizer is lent: then those of another token, so that every token is text."""
-        known = self._bytes.get(token_id)
+        told = token_id % self.vocab_size if self._is_lent else token_id
+        known = self._bytes.get(told)
         if known is not None:
             return known
-        told = token_id % self.vocab_size if self._is_lent else token_id
         token = self._tokenizer.id_to_token(told)
         found = bytes_of(token or "")
         # Ids may come from a client: only so many are kept as there are tokens.
-        if token is not None and told == token_id:
-            self._bytes[token_id] = found
+        if token is not None:
+            self._bytes[told] = found
         return found
 
     def decode(self, token_ids: Iterable[int]) -> str:
