@@ -125,7 +125,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
         gone.cancel()
         if not task.done():
             task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)
     if not task.cancelled():
         task.result()
 

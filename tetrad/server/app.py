@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
+from starlette import routing
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
-from starlette.routing import Match
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 import tetrad
 from tetrad.core.errors import CapacityError, DeadlineError, RequestError, TetradError
@@ -95,31 +97,35 @@ ROUTES = (
 )
 
 
-def build_app(service: Service) -> FastAPI:
-    """The ASGI application of one service."""
-    # The pages at /docs would load scripts from elsewhere; the document itself is served.
+def build_app(service: Service) -> Starlette:
+    """The ASGI application of one service.
+
+    Handlers read their bodies themselves, so that FastAPI's layers around them would only take
+    time; it writes the OpenAPI document.
+    """
     service.metrics.tell_apart(route.path for route in ROUTES)
-    app = FastAPI(title="Tetrad", version=tetrad.__version__, docs_url=None, redoc_url=None)
+    failures: dict[Any, Any] = {
+        TetradError: _Failures(service).of_tetrad,
+        HTTPException: _of_http,
+        Exception: _of_bug,
+    }
+    app = Starlette(routes=_routes(service), exception_handlers=failures)
     app.state.is_strict = service.config.strict_api
-    for route in ROUTES:
-        for method in route.methods:
-            app.add_api_route(
-                route.path,
-                _endpoint(service, route.handler),
-                methods=[method],
-                name=f"{method} {route.path}",
-                summary=(route.handler.__doc__ or "").strip(),
-                openapi_extra=_told(route),
-            )
-    app.openapi = partial(_document, app)  # type: ignore[method-assign]
-    app.add_exception_handler(TetradError, _Failures(service).of_tetrad)
-    app.add_exception_handler(HTTPException, _of_http)
-    app.add_exception_handler(Exception, _of_bug)
     _add_layers(app, service)
     return app
 
 
-def _add_layers(app: FastAPI, service: Service) -> None:
+def _routes(service: Service) -> list[routing.Route]:
+    routes = [
+        routing.Route(route.path, _endpoint(service, route.handler), methods=route.methods)
+        for route in ROUTES
+    ]
+    for told, route in zip(ROUTES, routes, strict=True):
+        route.methods = set(told.methods)  # without the HEAD that comes with GET
+    return [*routes, routing.Route("/openapi.json", _openapi, methods=["GET"])]
+
+
+def _add_layers(app: Starlette, service: Service) -> None:
     """What a request passes on its way to its route; who is added last is the first that it
     meets."""
     origins = service.config.allowed_origins
@@ -154,9 +160,27 @@ def _told(route: Route) -> dict[str, Any]:
     return told
 
 
-def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document. Handlers read their bodies themselves, so their schemas are added."""
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+async def _openapi(_request: Request) -> Response:
+    return JSONResponse(openapi_document())
+
+
+@functools.cache
+def openapi_document() -> dict[str, Any]:
+    """What the server can be asked. Handlers read their bodies themselves, so their schemas are
+    added."""
+    routes = [
+        APIRoute(
+            route.path,
+            _shown,
+            methods=[method],
+            name=f"{method} {route.path}",
+            summary=(route.handler.__doc__ or "").strip(),
+            openapi_extra=_told(route),
+        )
+        for route in ROUTES
+        for method in route.methods
+    ]
+    document = get_openapi(title="Tetrad", version=tetrad.__version__, routes=routes)
     bodies = {route.body for route in ROUTES if route.body is not None}
     _, definitions = models_json_schema(
         [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)],
@@ -164,6 +188,11 @@ def _document(app: FastAPI) -> dict[str, Any]:
     )
     document.setdefault("components", {})["schemas"] = definitions["$defs"]
     return document
+
+
+async def _shown(request: Request) -> Response:
+    # A docstring would be in the document, which shows paths and bodies, no handler's arguments.
+    raise NotImplementedError(request.url.path)
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -211,7 +240,7 @@ def _allowed(request: Request) -> str:
     """All methods of a path, which has a route for each."""
     methods: set[str] = set()
     for route in request.app.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
+        if route.matches(request.scope)[0] is not routing.Match.NONE:
             methods |= route.methods
     return ", ".join(sorted(methods))
 
