@@ -63,7 +63,7 @@ from tetrad.kernels.experts.tiles import (
     parts_for,
     tile_for,
 )
-from tetrad.kernels.sort_tokens.contract import max_tiles
+from tetrad.kernels.sort_tokens.contract import max_small_tiles, max_tiles
 
 
 @jit()
@@ -239,7 +239,9 @@ def grouped(
     if tile.rest is not None:
         sizes = _sizes(tile.rest) | {"BLOCK": tile.block, "IS_REST": True}
         sizes |= _in_parts(x, weights, tile.rest, num_items)
-        _launch(grouped_product, num_items, x, weights, grouping, tile.rest, out, is_gate_up, sizes)
+        most = max_small_tiles(len(weights.global_scale), tile.block, tile.small_block)
+        programs = min(num_items, most * weights.num_columns)
+        _launch(grouped_product, programs, x, weights, grouping, tile.rest, out, is_gate_up, sizes)
 
 
 def _sizes(tile: TileShape) -> dict[str, Any]:

@@ -20,6 +20,15 @@ def max_tiles(num_slots: int, num_experts: int, small_block: int) -> int:
     return used + (num_slots - used) // small_block
 
 
+def max_small_tiles(num_experts: int, block: int, small_block: int) -> int:
+    """Small tiles that so many experts can need where there are large ones too: from some number of
+    slots on, whatever is left fills a large tile well enough."""
+    filled, parts = FEWEST_FILLED
+    most_large = (parts - 1) // (parts - filled)
+    most_slots = (most_large * block * filled - 1) // parts
+    return num_experts * -(-most_slots // small_block)
+
+
 def _bytes(case: Case, _size: int) -> float:
     num_slots = case["T"] * case["K"]
     tiles = max_tiles(num_slots, case["E"], case["small_block"])
