@@ -8,7 +8,7 @@ from tests.bench.test_block import run as good_run
 from tests.bench.test_selfcheck import checked
 from tetrad.bench import sweep
 from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.sweep_options import BenchSweepConfig
+from tetrad.bench.sweep_options import FEWEST_REQUESTS, BenchSweepConfig
 from tetrad.core.errors import BenchFailure, ConfigError
 from tetrad.core.records import BenchRun, FailureCount
 from tetrad.core.sweep_records import Place, SweepPoint
@@ -34,6 +34,8 @@ def test_every_pair_is_a_point_and_takes_every_flag_of_the_run():
         64,
     )
     assert (first.num_prompts, todo[2].config.num_prompts) == (1024, 2048)
+    (alone,) = sweep.points(config(concurrency="1"))
+    assert alone.config.num_prompts == FEWEST_REQUESTS
     assert first.temperature == 0.5
 
 

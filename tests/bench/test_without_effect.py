@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.sweep_options import BenchSweepConfig
 from tetrad.bench.without_effect import READ_BY, without_effect
 
 
@@ -28,10 +29,31 @@ from tetrad.bench.without_effect import READ_BY, without_effect
         ({"length_cv": 0.2}, ["--length-cv has no effect on uniform lengths."]),
         ({"length_cv": 0.2, "length_distribution": "normal"}, []),
         ({"top_logprobs_num": 2}, ["--top-logprobs-num has no effect without --return-logprob."]),
+        (
+            {"burstiness": 2.0},
+            ["--burstiness has no effect on requests that are sent all at once."],
+        ),
+        ({"burstiness": 2.0, "request_rate": 4.0}, []),
+        ({"burstiness": 2.0, "rate_profile": ("2:5",)}, []),
+        (
+            {
+                "burstiness": 2.0,
+                "dataset_name": "mooncake",
+                "dataset_path": Path("x"),
+                "use_trace_timestamps": True,
+            },
+            ["--burstiness has no effect with a trace's time stamps."],
+        ),
     ],
 )
 def test_flags_that_nothing_reads_are_named(flags: dict[str, Any], sentences: list[str]):
     assert list(without_effect(BenchServeConfig(**flags))) == sentences
+
+
+@pytest.mark.parametrize(("rates", "is_told"), [("1,inf", False), ("inf", True)])
+def test_gaps_of_a_sweep_s_rates_are_drawn(rates: str, is_told: bool):
+    config = BenchSweepConfig(request_rates=rates, burstiness=2.0)
+    assert bool(list(without_effect(config))) == is_told
 
 
 def test_every_name_is_a_field():

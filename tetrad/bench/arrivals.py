@@ -47,7 +47,7 @@ def in_words(config: BenchServeConfig) -> str:
     """How requests arrive."""
     if config.use_trace_timestamps:
         return f"the trace's time stamps times {config.mooncake_slowdown_factor:g}"
-    if not config.rate_profile and math.isinf(config.request_rate):
+    if not config.has_rate:
         return "all at once"
     gaps = {1.0: "Poisson", math.inf: "constant gaps"}.get(
         config.burstiness, f"gamma gaps of shape {config.burstiness:g}"

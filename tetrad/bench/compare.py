@@ -78,4 +78,8 @@ def table(found: Comparison) -> list[str]:
             f"  {one.name:<42} {one.median_a:>10.2f} {one.median_b:>10.2f}   "
             f"{one.ratio - 1:+.1%} ({one.low - 1:+.1%} to {one.high - 1:+.1%}): {verdict}"
         )
-    return [*lines, "  of the figures of equal servers one in twenty differs by chance."]
+    return [
+        *lines,
+        "  A and B are medians, B/A is the geometric mean of what each pair gave.",
+        "  of the figures of equal servers one in twenty differs by chance.",
+    ]

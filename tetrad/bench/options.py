@@ -142,6 +142,11 @@ class BenchServeConfig(TelemetryOptions):
         """Whether the record of the run must hold every request."""
         return self.output_details or self.save_result
 
+    @property
+    def has_rate(self) -> bool:
+        """Or all requests are sent at once."""
+        return bool(self.rate_profile) or math.isfinite(self.request_rate)
+
     @field_validator("rate_profile")
     @classmethod
     def _is_a_profile(cls, pieces: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tetrad import __version__
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.options_server import without_credentials
-from tetrad.bench.sweep_options import REPLACED, BenchSweepConfig
+from tetrad.bench.sweep_options import FEWEST_REQUESTS, REPLACED, BenchSweepConfig
 from tetrad.core.errors import BenchFailure, ConfigError
 from tetrad.core.records import BenchRun
 from tetrad.core.sweep_records import Place, Status, SweepPoint
@@ -78,7 +78,7 @@ def _todo(
         values["max_concurrency"] = concurrency
         is_free = config.num_prompts is None and not config.rate_profile
         if is_free and config.dataset_name.startswith("random"):
-            values["num_prompts"] = config.requests_per_slot * concurrency
+            values["num_prompts"] = max(config.requests_per_slot * concurrency, FEWEST_REQUESTS)
     if rate is not None:
         values["request_rate"] = rate
     if lengths is not None:

@@ -19,6 +19,8 @@ BOUND = re.compile(
     r"(?P<most>\d+(\.\d+)?)"
 )
 LIMITS = (1, 4096)
+FEWEST_REQUESTS = 10
+"""Of fewer a percentile says nothing."""
 REPLACED = {
     "concurrency": ("max_concurrency",),
     "request_rates": ("request_rate", "rate_profile"),
@@ -94,7 +96,8 @@ class BenchSweepConfig(BenchServeConfig):
     )
     requests_per_slot: int = option(
         4,
-        "Random datasets without --num-prompts send this times --concurrency requests at a point.",
+        "Random datasets without --num-prompts send this times --concurrency requests at a point, "
+        f"{FEWEST_REQUESTS} at least.",
         group="Sweep",
         ge=1,
     )
@@ -218,6 +221,11 @@ class BenchSweepConfig(BenchServeConfig):
     def bounds(self) -> list[Bound]:
         """`under`, read."""
         return [Bound.read(word) for word in split(self.under)]
+
+    @property
+    def has_rate(self) -> bool:
+        """At some point at least."""
+        return super().has_rate or any(map(math.isfinite, self.rates))
 
     @property
     def rates(self) -> list[float]:

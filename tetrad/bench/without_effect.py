@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tetrad.bench.options_workload import WorkloadOptions
+from tetrad.bench.options import BenchServeConfig
 from tetrad.core.option import in_vain
 
 RANDOM = ("random", "random-ids")
@@ -38,7 +38,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
 OF_LOGPROBS = ("top_logprobs_num", "token_ids_logprob", "logprob_start_len")
 
 
-def without_effect(config: WorkloadOptions) -> Iterator[str]:
+def without_effect(config: BenchServeConfig) -> Iterator[str]:
     """A sentence for the flags that were given in vain for one reason."""
     name = config.dataset_name
     unread = [field for field, datasets in READ_BY.items() if name not in datasets]
@@ -49,3 +49,7 @@ def without_effect(config: WorkloadOptions) -> Iterator[str]:
         yield from in_vain(config, ("length_cv",), "on uniform lengths")
     if not config.return_logprob:
         yield from in_vain(config, OF_LOGPROBS, "without --return-logprob")
+    if config.use_trace_timestamps:
+        yield from in_vain(config, ("burstiness",), "with a trace's time stamps")
+    elif not config.has_rate:
+        yield from in_vain(config, ("burstiness",), "on requests that are sent all at once")
