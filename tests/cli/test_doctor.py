@@ -52,6 +52,18 @@ def test_tables_say_each_thing_once(tetrad):
     assert len(lines) < 50
 
 
+def test_the_machine_is_told_before_anything_is_tried(tetrad, monkeypatch):
+    """On a GPU the rest takes half a minute."""
+
+    def ended(*_: object):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tetrad.cli.doctor._examine_device", ended)
+    _, out, _ = tetrad("doctor", "--device", "cpu")
+    assert "processor" in out
+    assert "Backends" not in out
+
+
 def test_a_reason_that_holds_for_some_ops_names_them(tetrad, monkeypatch):
     monkeypatch.setattr(
         "tetrad.kernels.canary.canary",

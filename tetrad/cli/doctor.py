@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -51,6 +52,8 @@ class Diagnosis:
 def _doctor(config: DoctorConfig) -> int:
     """Look, try, tell. Exit code 0 when everything that serving needs works."""
     found = Diagnosis(look())
+    if not config.json_:
+        _print_machine(found.machine)
     try:
         import torch
     except ImportError as error:
@@ -157,13 +160,18 @@ def _examine_model(found: Diagnosis) -> None:
     }
 
 
+def _print_machine(machine: Machine) -> None:
+    from rich.console import Console
+
+    Console().print(_machine_table(machine))
+    sys.stdout.flush()  # what follows takes half a minute on a GPU
+
+
 def _print(found: Diagnosis) -> None:
     from rich.console import Console
 
-    console = Console()
-    console.print(_machine_table(found.machine))
     if found.backends:
-        console.print(_backend_table(found))
+        Console().print(_backend_table(found))
         for sentence in _reasons(found):
             print(sentence)
     if found.model:
