@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -287,9 +288,14 @@ def test_more_connections_than_the_system_allows_are_closed_at_once():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = command.replace("{}", json.dumps({"port": port}))
-    with subprocess.Popen(["bash", "-c", command], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(["bash", "-c", command], cwd=ROOT, stderr=said) as process,
+    ):
         try:
             wait_healthy(port, process)
+            said.seek(0)
+            assert b"lets this process open 100 files" in said.read()
             held = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"http://127.0.0.1:{port}/health", timeout=0.5)

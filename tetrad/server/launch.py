@@ -37,7 +37,7 @@ from tetrad.data import NAME, PACKAGED, model_folder
 from tetrad.engine.client import EngineClient
 from tetrad.engine.share import usable_processors
 from tetrad.server.console import Console
-from tetrad.server.descriptors import allow_connections
+from tetrad.server.descriptors import allow_connections, why_few
 from tetrad.server.engine_port import StartedEngine
 from tetrad.server.http import HttpServer, check_tls
 from tetrad.server.logs import set_up_logging
@@ -60,13 +60,15 @@ def run(config: ServeConfig, start_engine: StartEngine = EngineClient.start) -> 
     """Serve until told to end; returns the exit code. Errors of ours are told on stderr."""
     console = Console(sys.stderr)
     show_stacks_when_asked()
-    allow_connections()
+    few = why_few(allow_connections())
     set_up_logging(config)
     try:
         resolved = _resolve(config)
         service = _service(resolved)
         with _bind(resolved) as listener:
             _warn_if_open(service, listener, console)
+            if few:
+                console.say(few)
             return uvloop.run(Launch(service, listener, console).serve(start_engine))
     except TetradError as error:
         console.error(str(error))
