@@ -22,7 +22,6 @@ NEW_EMPTY: Any = Tensor.new_empty
 
 CASES: dict[str, dict[str, Any]] = {
     "packed": {},
-    "two experts' tiles side by side": {"group": 2},
     "odd sizes": {"hidden": 96, "width": 48},
     "wide steps": {"hidden": 256, "width": 128, "columns": 128},
     "dropped slots": {"dropped": 0.4},
@@ -43,8 +42,8 @@ PACKED = [(128, 64, 1), (200, 80, 1), (64, 128, 2), (72, 96, 2)]
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_experts(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    options = {"columns": 64, "group": 1} | case
-    tile = TileShape(16, int(options.pop("columns")), stages=2, group=int(options.pop("group")))
+    options = {"columns": 64} | case
+    tile = TileShape(16, int(options.pop("columns")), stages=2)
     drawn: Drawn = draw_experts(torch.device("cpu"), **options)
     monkeypatch.setattr(Tensor, "new_empty", _poisoned)
     product = in_groups(drawn.x, drawn.prepared, drawn.routed, tile, (8, 0), grouped)

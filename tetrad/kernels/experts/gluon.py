@@ -89,8 +89,7 @@ def _multiply(
 def _steps(
     x_at, at, ring, by,
     STEPS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr, PTX: gl.constexpr,
-    num_warps: gl.constexpr,
+    STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The loop over columns. Returns both accumulators, [128, BM] and [128, MORE]."""
     MORE_OR_8: gl.constexpr = MORE if MORE > 0 else 8
@@ -105,7 +104,7 @@ def _steps(
     for pair in range(0, STEPS, 2):
         for half in gl.static_range(2):
             if half % UNIT == 0:
-                arrival(STAGES - 2, FENCE)
+                arrival(STAGES - 2)
             slot = stage * UNIT + half % UNIT
             a, acc, acc_more = _multiply(slot, ring, by, acc, acc_more, BM, MORE, PTX, num_warps)
             if IN_FLIGHT == 0:
@@ -132,8 +131,8 @@ def _tile(
     x_at, num_tokens, at, rows, first, factors, out, column, by, part, sums, arrived,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr,
-    UNIT: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, FENCE: gl.constexpr,
-    PTX: gl.constexpr, num_warps: gl.constexpr,
+    UNIT: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, PTX: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """One item of BM + MORE rows, or one of its PARTS, from the first copy to the last store.
 
@@ -154,7 +153,7 @@ def _tile(
         more_at = token_at(num_tokens, rows, position, IN, SLOTS, IS_GATE_UP)
     acc, acc_more = _steps(
         x_at, (at[0], at[1], first_at, more_at), (w_ring, s_ring, first_ring, more_ring), by,
-        IN // 64 // PARTS, BM, MORE, UNIT, STAGES, IN_FLIGHT, FENCE, PTX, num_warps,
+        IN // 64 // PARTS, BM, MORE, UNIT, STAGES, IN_FLIGHT, PTX, num_warps,
     )  # fmt: skip
     if PARTS == 1:
         store(acc, rows, first, factors, out, column, OUT, IS_GATE_UP, BM, num_warps)
@@ -174,8 +173,8 @@ def grouped_product(
     two, eight, sixteen, sums, arrived,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
     PARTS: gl.constexpr, BLOCK: gl.constexpr, SIZES: gl.constexpr, IS_REST: gl.constexpr,
-    UNIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr,
-    FENCE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
+    UNIT: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, PTX: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """`triton.grouped_product` for packed weights, PARTS programs for each item.
 
@@ -194,7 +193,7 @@ def grouped_product(
     chain.after_previous()
     item = gl.program_id(0) // PARTS
     part = gl.program_id(0) % PARTS
-    tile, column, expert = item_of(item, tile_expert, num_tiles, NUM_COLUMNS, GROUP, IS_REST)
+    tile, column, expert = item_of(item, tile_expert, num_tiles, NUM_COLUMNS, IS_REST)
     TOKENS: gl.constexpr = rows_of(64, num_warps)
     x_at = x + gl.arange(0, 64, layout=gl.SliceLayout(0, TOKENS)).expand_dims(0)
     x_at += part * (STEPS * 64)
@@ -215,7 +214,7 @@ def grouped_product(
                     x_at, num_tokens, (w_at, s_at, first_at), rows, first, factors, out, column,
                     (two, eight, sixteen), part, sums + item * (PARTS * 128 * ROWS), arrived + item,
                     OUT, IN, SLOTS, IS_GATE_UP, PARTS, ROWS, SIZES[each][0], SIZES[each][1], UNIT,
-                    STAGES, IN_FLIGHT, FENCE, PTX, num_warps,
+                    STAGES, IN_FLIGHT, PTX, num_warps,
                 )  # fmt: skip
 
 
@@ -287,9 +286,7 @@ def _launch(
         IN=weights.width,
         SLOTS=grouping.num_slots if is_gate_up else 1,
         IS_GATE_UP=is_gate_up,
-        GROUP=tile.group,
         STAGES=tile.stages,
-        FENCE=tile.has_fence,
         PTX=decode_ptx(has_bf16_mul=True, by_multiplying=True),
         num_warps=tile.warps,
         **chain.options(),

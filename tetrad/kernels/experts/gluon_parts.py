@@ -13,7 +13,7 @@ from tetrad.kernels.experts.decode import GATED_PTX
 
 __all__ = [
     "arrival", "barrier", "copy", "copy_tokens", "decode", "factors_of", "gl", "gluon", "hopper",
-    "in_turn", "is_last_part", "item_of", "jit", "place", "refill", "rows_of", "size_of",
+    "in_turn", "is_last_part", "item_of", "jit", "refill", "rows_of", "size_of",
     "start_copy", "store", "sum_of_parts", "token_at", "token_ring", "wait", "weight_rings",
 ]  # fmt: skip
 
@@ -119,15 +119,6 @@ def decode(words, scales, by, OPERAND: gl.constexpr, PTX: gl.constexpr, num_warp
 
 
 @jit()
-def place(item, tiles, NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    """Token tile and weight tile of an item: GROUP token tiles side by side."""
-    group = item // (GROUP * NUM_COLUMNS)
-    size = gl.maximum(gl.minimum(tiles - group * GROUP, GROUP), 1)
-    inside = item - group * (GROUP * NUM_COLUMNS)
-    return group * GROUP + inside % size, inside // size
-
-
-@jit()
 def token_at(
     num_tokens, rows, position,
     IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
@@ -182,11 +173,10 @@ def store(
 
 
 @jit()
-def arrival(COPIES: gl.constexpr, FENCE: gl.constexpr):
-    """Wait until at most COPIES groups of copies are under way."""
+def arrival(COPIES: gl.constexpr):
+    """Wait until at most COPIES groups of copies are under way; wgmma may read what has come."""
     copy.wait_group(COPIES)
-    if FENCE:
-        hopper.fence_async_shared()
+    hopper.fence_async_shared()
 
 
 @jit()
@@ -226,7 +216,7 @@ def token_ring(SLOTS: gl.constexpr, ROWS: gl.constexpr):
 @jit()
 def item_of(
     item, tile_expert, num_tiles,
-    NUM_COLUMNS: gl.constexpr, GROUP: gl.constexpr, IS_REST: gl.constexpr,
+    NUM_COLUMNS: gl.constexpr, IS_REST: gl.constexpr,
 ):  # fmt: skip
     """Token tile, weight tile and expert of an item; the expert is -1 where there is no work."""
     if IS_REST:
@@ -235,14 +225,10 @@ def item_of(
         column = item % NUM_COLUMNS
         expert = gl.load(tile_expert + tile, mask=tile < tiles, other=-1)
         tile = gl.maximum(gl.minimum(tile, tiles - 1), 0)
-    elif GROUP == 1:
+    else:
         tile = item // NUM_COLUMNS
         column = item % NUM_COLUMNS
         expert = gl.load(tile_expert + tile)
-    else:
-        tiles = gl.load(num_tiles + 1)
-        tile, column = place(item, tiles, NUM_COLUMNS, GROUP)
-        expert = gl.load(tile_expert + tile, mask=item < tiles * NUM_COLUMNS, other=-1)
     return tile, column, expert.to(gl.int64)
 
 

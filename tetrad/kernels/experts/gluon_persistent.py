@@ -18,7 +18,6 @@ from tetrad.kernels.experts.gluon_parts import (
     hopper,
     in_turn,
     jit,
-    place,
     rows_of,
     start_copy,
     store,
@@ -36,8 +35,8 @@ def persistent_product(
     x, words, scales, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
     two, eight, sixteen,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    BM: gl.constexpr, HAS_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    FENCE: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
+    BM: gl.constexpr, HAS_REST: gl.constexpr, STAGES: gl.constexpr, PTX: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """`gluon.grouped_product` for large tiles: every program takes each num_programs-th item.
 
@@ -63,7 +62,7 @@ def persistent_product(
             (x, words, scales, global_scale, rows, tile_expert, out, num_tokens),
             tiles, ring, lanes,
             (two, eight, sixteen),
-            OUT, IN, SLOTS, IS_GATE_UP, BM, GROUP, STAGES, FENCE, PTX, num_warps,
+            OUT, IN, SLOTS, IS_GATE_UP, BM, STAGES, PTX, num_warps,
         )  # fmt: skip
 
 
@@ -71,14 +70,14 @@ def persistent_product(
 def _locate(
     item, tiles, tensors, lanes,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    BM: gl.constexpr, GROUP: gl.constexpr,
+    BM: gl.constexpr,
 ):  # fmt: skip
     """Where the first step of an item reads words, scales and columns, and the tokens' rows; past
     the end, of the last item."""
     x, words, scales, _global_scale, rows, tile_expert, _out, num_tokens = tensors
     NUM_COLUMNS: gl.constexpr = OUT // (64 if IS_GATE_UP else 128)
     item = gl.minimum(item, tiles * NUM_COLUMNS - 1)
-    tile, column = place(item, tiles, NUM_COLUMNS, GROUP)
+    tile, column = item // NUM_COLUMNS, item % NUM_COLUMNS
     start = (gl.load(tile_expert + tile).to(gl.int64) * NUM_COLUMNS + column) * (IN // 64)
     t_at = token_at(num_tokens, rows, tile * BM + lanes[2], IN, SLOTS, IS_GATE_UP)
     return words + start * 512 + lanes[0], scales + start * 128 + lanes[1], x + lanes[3], t_at
@@ -97,8 +96,7 @@ def _copy_step(slot, w_at, s_at, x_at, t_at, ring, here):
 def _items(
     tensors, tiles, ring, lanes, by,
     OUT: gl.constexpr, IN: gl.constexpr, SLOTS: gl.constexpr, IS_GATE_UP: gl.constexpr,
-    BM: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
-    PTX: gl.constexpr, num_warps: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, PTX: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """All items of a program."""
     NUM_COLUMNS: gl.constexpr = OUT // (64 if IS_GATE_UP else 128)
@@ -107,9 +105,7 @@ def _items(
     items = tiles * NUM_COLUMNS
     stride = gl.num_programs(0)
     ahead = gl.program_id(0)
-    w_at, s_at, x_at, t_at = _locate(
-        ahead, tiles, tensors, lanes, OUT, IN, SLOTS, IS_GATE_UP, BM, GROUP
-    )
+    w_at, s_at, x_at, t_at = _locate(ahead, tiles, tensors, lanes, OUT, IN, SLOTS, IS_GATE_UP, BM)
     for step in gl.static_range(STAGES - 1):
         _copy_step(step, w_at, s_at, x_at, t_at, ring, ahead < items)
         w_at, s_at, x_at = w_at + 512, s_at + 128, x_at + 64
@@ -120,7 +116,7 @@ def _items(
         odd = gl.zeros([128, 64], gl.bfloat16, OPERAND)
         for _pair in range(0, IN // 64, 2):
             for half in gl.static_range(2):
-                arrival(STAGES - 2, FENCE)
+                arrival(STAGES - 2)
                 a = decode(ring[0].index(slot), ring[1].index(slot), by, OPERAND, PTX, num_warps)
                 tokens = ring[2].index(slot).permute([1, 0])
                 acc = hopper.warpgroup_mma(a, tokens, acc, is_async=True)
@@ -139,10 +135,10 @@ def _items(
                 if ahead_step == IN // 64:
                     ahead_step, ahead = 0, ahead + stride
                     w_at, s_at, x_at, t_at = _locate(
-                        ahead, tiles, tensors, lanes, OUT, IN, SLOTS, IS_GATE_UP, BM, GROUP
+                        ahead, tiles, tensors, lanes, OUT, IN, SLOTS, IS_GATE_UP, BM
                     )
         acc, odd = hopper.warpgroup_mma_wait(0, deps=[acc, odd])
-        tile, column = place(item, tiles, NUM_COLUMNS, GROUP)
+        tile, column = item // NUM_COLUMNS, item % NUM_COLUMNS
         factors = factors_of(tensors[3], gl.load(tensors[5] + tile).to(gl.int64), IS_GATE_UP)
         store(
             acc, tensors[4], tile * BM, factors, tensors[6], column,

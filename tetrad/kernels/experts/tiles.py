@@ -39,8 +39,6 @@ class TileShape:
     """Columns of weights and tokens per step of the loop: a multiple of GRANULE_COLUMNS."""
     stages: int
     """Steps in flight between memory and the tensor cores."""
-    group: int = 1
-    """Tiles that go through the columns of the weights side by side, to meet in the L2 cache."""
     warps: int = 4
     max_registers: int | None = None
     """Per thread, where fewer registers let another program onto the multiprocessor."""
@@ -61,8 +59,6 @@ class TileShape:
     Only for a persistent tile."""
     is_persistent: bool = False
     """One program per multiprocessor takes item after item; not in `triton.py`."""
-    has_fence: bool = True
-    """Order copies before wgmma as the PTX memory model asks; not in `triton.py`."""
 
     @property
     def block(self) -> int:

@@ -83,27 +83,6 @@ def _dense_product(
 
 
 @jit()
-def _item_of(item, tile_expert, num_tiles, NUM_COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Token tile, weight tile and expert of a program; the expert is -1 where there is no work.
-
-    GROUP token tiles go through the weight tiles side by side.
-    """
-    if GROUP == 1:
-        tile = item // NUM_COLUMNS
-        column = item % NUM_COLUMNS
-        expert = tl.load(tile_expert + tile)
-    else:
-        tiles = tl.load(num_tiles + 1)
-        group = item // (GROUP * NUM_COLUMNS)
-        size = tl.maximum(tl.minimum(tiles - group * GROUP, GROUP), 1)
-        inside = item - group * (GROUP * NUM_COLUMNS)
-        tile = group * GROUP + inside % size
-        column = inside // size
-        expert = tl.load(tile_expert + tile, mask=item < tiles * NUM_COLUMNS, other=-1)
-    return tile, column, expert.to(tl.int64)
-
-
-@jit()
 def _factors(global_scale, expert, IS_GATE_UP: tl.constexpr, IS_PACKED: tl.constexpr):
     """The global scales of gate and up, or that of down twice; ones for other weights."""
     if not IS_PACKED:
@@ -132,13 +111,13 @@ def _gated(gate, up, PTX: tl.constexpr):
 
 @jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["tile_expert", "num_tiles"],
+    do_not_specialize_on_alignment=["tile_expert"],
 )
 def grouped_product(
-    x, first, second, global_scale, rows, tile_expert, num_tiles, out, num_tokens,
+    x, first, second, global_scale, rows, tile_expert, out, num_tokens,
     OUT: tl.constexpr, IN: tl.constexpr, SLOTS: tl.constexpr, IS_GATE_UP: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One matrix product of all experts, with what follows it. `TileShape` explains the sizes.
 
@@ -153,7 +132,9 @@ def grouped_product(
     FEATURES: tl.constexpr = 64 if IS_GATE_UP else 128
     NUM_COLUMNS: tl.constexpr = (OUT + FEATURES - 1) // FEATURES
     chain.after_previous()
-    tile, column, expert = _item_of(tl.program_id(0), tile_expert, num_tiles, NUM_COLUMNS, GROUP)
+    tile = tl.program_id(0) // NUM_COLUMNS
+    column = tl.program_id(0) % NUM_COLUMNS
+    expert = tl.load(tile_expert + tile).to(tl.int64)
     # before the test, so that it need not wait for the expert
     position = tile * BM + tl.arange(0, BM)
     row = tl.load(rows + position)
@@ -209,7 +190,6 @@ def grouped(
         weights.global_scale,
         grouping.rows,
         grouping.tile_expert,
-        grouping.num_tiles,
         out,
         len(x),
         OUT=weights.features,
@@ -220,7 +200,6 @@ def grouped(
         IS_FP8=weights.is_fp8,
         BM=tile.rows,
         BK=tile.columns,
-        GROUP=tile.group,
         STAGES=tile.stages,
         PTX=_ptx(weights, capability >= HAS_BF16_MUL),
         num_warps=max(tile.warps, 8) if is_wide else tile.warps,
