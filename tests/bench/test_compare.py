@@ -49,5 +49,6 @@ async def test_turns_change_and_no_prompt_comes_twice():
 def test_two_addresses_are_needed():
     with pytest.raises(ConfigError, match="Two addresses are compared"):
         BenchCompareConfig.parse({"a": "http://a:1"})
-    with pytest.raises(ConfigError, match="take the place of"):
-        BenchCompareConfig.parse({"a": "http://a:1", "b": "http://b:1", "repeat": 2})
+    for other in ({"repeat": 2}, {"port": 5}, {"host": "h"}, {"base_url": "http://c:1"}):
+        with pytest.raises(ConfigError, match="take the place of"):
+            BenchCompareConfig.parse({"a": "http://a:1", "b": "http://b:1", **other})

@@ -304,13 +304,22 @@ async def test_other_models_paths_and_methods(client: httpx.AsyncClient):
     response = await client.post(CHAT, json={"model": "abacas", "messages": USER})
     assert "'abacus' is." in sentence(response, 404)
     assert response.json()["error"]["param"] == "model"
-    assert "/v1/chat/completions" in sentence(await client.get("/v1/chat/completion"), 404)
+    said = sentence(await client.get("/v1/chat/completion"), 404)
+    assert said == (
+        "There is no '/v1/chat/completion' here; perhaps '/v1/chat/completions' is meant."
+    )
+    assert "; there are /v1/chat/completions, " in sentence(await client.get("/nowhere"), 404)
     response = await client.get(CHAT)
-    assert "GET is not possible on '/v1/chat/completions'; POST is." in sentence(response, 405)
+    assert "GET is not possible on '/v1/chat/completions', but POST." in sentence(response, 405)
     assert response.headers["allow"] == "POST"
     response = await client.delete(GENERATE)
-    assert "POST, PUT is." in sentence(response, 405)
+    assert ", but POST, PUT." in sentence(response, 405)
     assert response.headers["allow"] == "POST, PUT"
+
+
+async def test_who_asks_for_the_head_alone_changes_nothing(client: httpx.AsyncClient):
+    assert (await client.head("/health")).status_code == 200
+    assert (await client.head("/flush_cache")).status_code == 405
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,8 @@ def test_more_connections_than_the_system_allows_are_closed_at_once():
             held = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"http://127.0.0.1:{port}/health", timeout=0.5)
+            said.seek(0)
+            assert said.read().count(b"Clients are turned away, 1 so far") == 1
             for each in held:
                 each.close()
             wait_healthy(port, process)

@@ -29,8 +29,11 @@ class BenchCompareConfig(BenchServeConfig):
     def _has_two_servers(self) -> BenchCompareConfig:
         if not self.a or not self.b:
             raise ValueError("two addresses are compared, as in `tetrad bench compare A B`")
-        if self.base_url is not None or self.repeat != 1:
-            raise ValueError("A and B take the place of --base-url, and --pairs that of --repeat")
+        if self.repeat != 1 or {"base_url", "host", "port"} & self.model_fields_set:
+            raise ValueError(
+                "A and B take the place of --base-url, --host and --port, and --pairs that of "
+                "--repeat"
+            )
         if self.warmup_until_steady:
             raise ValueError("each run of a comparison warms up alike; use --warmup-requests")
         return self

@@ -110,7 +110,7 @@ def _cure(found: ClientCheck) -> str:
     return (
         f"it used {used:.0%} of a core and waited for one {found.waited_share:.0%} of the time, as "
         "others had them; end those, give the client a core of its own (taskset -c for it and the "
-        "server), or run it on another machine with --base-url."
+        "server), or run it on another machine."
     )
 
 

@@ -64,8 +64,8 @@ async def find(client: Client, patience_s: float, say: Callable[[str], None]) ->
 def nobody(url: str, why: str) -> str:
     """The sentence for a server that does not answer."""
     return (
-        f"No server answers at {url}: {why}. Start one with `tetrad serve`, or name another with "
-        "--base-url or --host and --port."
+        f"No server answers at {url}: {why}. Start one with `tetrad serve`, or give another "
+        f"address."
     )
 
 

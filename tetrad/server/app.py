@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Awaitable, Callable
@@ -121,7 +122,8 @@ def _routes(service: Service) -> list[routing.Route]:
         for route in ROUTES
     ]
     for told, route in zip(ROUTES, routes, strict=True):
-        route.methods = set(told.methods)  # without the HEAD that comes with GET
+        if told.is_admin:  # it would do what GET does
+            route.methods = set(told.methods)
     return [*routes, routing.Route("/openapi.json", _openapi, methods=["GET"])]
 
 
@@ -223,15 +225,18 @@ async def _of_http(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = path_of(request.scope)
-    known = ", ".join(route.path for route in ROUTES if "{" not in route.path)
+    known = [route.path for route in ROUTES if "{" not in route.path]
     headers = dict(error.headers or {})
     if error.status_code == 405:
         headers["Allow"] = _allowed(request)
     allowed = headers.get("Allow", "another method")
-    missing = f"There is no {path[:200]!r} here; there are {known}."
+    near = difflib.get_close_matches(path[:200], known, 1)
+    missing = f"There is no {path[:200]!r} here" + (
+        f"; perhaps {near[0]!r} is meant." if near else f"; there are {', '.join(known)}."
+    )
     message = {
         404: ABSENT.get(path.removeprefix("/v1"), missing),
-        405: f"{request.method} is not possible on {path[:200]!r}; {allowed} is.",
+        405: f"{request.method} is not possible on {path[:200]!r}, but {allowed}.",
     }.get(error.status_code, str(error.detail))
     return error_response(message, error.status_code, headers=headers, path=path)
 

@@ -28,6 +28,6 @@ def why_few(limit: int) -> str | None:
         return None
     return (
         f"Warning: the system lets this process open {limit} files, and each client takes one; who "
-        f"comes when none is left is turned away. Raise the hard limit (`ulimit -Hn`, systemd's "
-        f"LimitNOFILE) to {FEW} or more."
+        f"comes when none is left is turned away. Raise the hard limit to {FEW} or more: "
+        f"`ulimit -Hn {FEW}` as root, systemd's LimitNOFILE, or --ulimit nofile of a container."
     )

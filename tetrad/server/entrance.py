@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import re
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
 P = TypeVar("P", bound=asyncio.Protocol)
+_log = logging.getLogger(__name__)
 
 ACCEPTS_A_TURN = 128
 CONNECTIONS_A_TURN = 16
@@ -35,6 +38,7 @@ LOOK_BYTES = 256
 _PROBE = re.compile(rb"(?:GET|HEAD|POST) [^ ?]*/(?:health|ready|ping|metrics)[ ?]")
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+TELL_EVERY_S = 60.0
 
 
 def is_probe(data: bytes) -> bool:
@@ -100,6 +104,8 @@ class Entrance(Generic[P]):
         self._spare: int | None = None
         """A descriptor to give up, so that who is one too many can be told by closing."""
         self._is_closed = False
+        self._num_turned_away = 0
+        self._tell_at = 0.0
         self._keep_spare()
         listener.setblocking(False)
         listener.listen(backlog)
@@ -172,6 +178,14 @@ class Entrance(Generic[P]):
         self._give_up_spare()
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
+            self._num_turned_away += 1
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + TELL_EVERY_S
+            _log.warning(
+                "Clients are turned away, %d so far: the system lets this process open no more "
+                "files. Raise the hard limit (LimitNOFILE, --ulimit nofile).",
+                self._num_turned_away,
+            )
         if not self._keep_spare():
             self._pause()
 
