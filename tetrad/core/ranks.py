@@ -91,6 +91,11 @@ class Ranks:
         return self.rank % self.tp % self.attn_tp
 
     @property
+    def attn_group(self) -> int:
+        """Which group's sequences are this rank's."""
+        return self.rank % self.tp // self.attn_tp
+
+    @property
     def expert_part(self) -> int:
         """Which part of its experts' columns is this rank's."""
         return self.rank % self.tp % self.expert_tp
