@@ -255,6 +255,7 @@ async def test_the_openapi_document_describes_the_bodies(client: httpx.AsyncClie
     schemas = document["components"]["schemas"]
     references = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
     assert {"ChatBody", "CompletionBody", "GenerateBody"} <= references <= set(schemas)
+    assert "servers" not in document
 
 
 async def test_health_and_version_under_the_names_of_other_servers(

@@ -153,6 +153,8 @@ async def test_a_root_path_is_served_whether_the_proxy_takes_it_off_or_not(
     make_service: MakeService, path: str
 ):
     async with connect(make_service(root_path="/llm", api_key="k")) as client:
+        document = (await client.get("/openapi.json", headers=bearer("k"))).json()
+        assert document["servers"] == [{"url": "/llm"}]
         assert (await client.get(path)).status_code == 401
         assert (await client.get(path, headers=bearer("k"))).status_code == 200
         assert (await client.get("/llm/health")).status_code == 200

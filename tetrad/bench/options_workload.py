@@ -48,8 +48,8 @@ class WorkloadOptions(ServerOptions):
     num_prompts: int | None = option(
         None,
         "Number of requests. Default: 1000, or every line of a file, or as many as "
-        "--rate-profile covers; generated-shared-prefix has as many as its groups, a point of a "
-        "sweep --requests-per-slot times its concurrency.",
+        "--rate-profile covers; generated-shared-prefix has as many as its groups; in a sweep of "
+        "--concurrency the random datasets have what --requests-per-slot says.",
         group="Workload",
         ge=1,
     )

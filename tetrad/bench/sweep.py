@@ -101,7 +101,8 @@ def plan_of(config: BenchSweepConfig) -> dict[str, Any]:
     swept = {other for name in lists for other in REPLACED[name]}
     values = config.model_dump(mode="json", exclude=NO_PART_OF_A_PLAN | swept)
     plan = {name: "inf" if value == math.inf else value for name, value in values.items()}
-    return {"url": without_credentials(config.url), **plan}
+    fewest = {"fewest_requests": FEWEST_REQUESTS}
+    return {"url": without_credentials(config.url), **plan, **fewest}
 
 
 def kept(path: Path, plan: dict[str, Any]) -> dict[Place, SweepPoint]:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 import tetrad
 from tetrad.core.errors import CapacityError, DeadlineError, RequestError, TetradError
@@ -116,15 +117,25 @@ def build_app(service: Service) -> Starlette:
     return app
 
 
+class _Served(routing.Route):
+    """One whose requests know it, whichever Starlette there is: the log and metrics name it."""
+
+    def matches(self, scope: Scope) -> tuple[routing.Match, Scope]:
+        match, found = super().matches(scope)
+        if match is not routing.Match.NONE:
+            found["route"] = self
+        return match, found
+
+
 def _routes(service: Service) -> list[routing.Route]:
-    routes = [
-        routing.Route(route.path, _endpoint(service, route.handler), methods=route.methods)
+    routes: list[routing.Route] = [
+        _Served(route.path, _endpoint(service, route.handler), methods=route.methods)
         for route in ROUTES
     ]
     for told, route in zip(ROUTES, routes, strict=True):
         if told.is_admin:  # it would do what GET does
             route.methods = set(told.methods)
-    return [*routes, routing.Route("/openapi.json", _openapi, methods=["GET"])]
+    return [*routes, _Served("/openapi.json", _openapi, methods=["GET"])]
 
 
 def _add_layers(app: Starlette, service: Service) -> None:
@@ -162,8 +173,10 @@ def _told(route: Route) -> dict[str, Any]:
     return told
 
 
-async def _openapi(_request: Request) -> Response:
-    return JSONResponse(openapi_document())
+async def _openapi(request: Request) -> Response:
+    root = request.scope.get("root_path", "")
+    servers = {"servers": [{"url": root}]} if root else {}
+    return JSONResponse(openapi_document() | servers)
 
 
 @functools.cache

@@ -111,6 +111,7 @@ class Connection(HttpToolsProtocol):
     def _leave(self, exc: Exception | None) -> None:
         if self._answered is not None:
             self._answered.message_event.set()
+        self._unset_keepalive_if_required()  # or uvicorn's timer holds all of it for a minute
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
