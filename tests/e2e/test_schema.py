@@ -73,5 +73,19 @@ def test_the_document_names_every_path_and_its_parameters(small: Served):
     assert len(paths) == len({route.path for route in ROUTES})
     for path, methods in paths.items():
         for told in methods.values():
-            named = {parameter["name"] for parameter in told.get("parameters", ())}
+            named = {p["name"] for p in told.get("parameters", ()) if p["in"] == "path"}
             assert named == {part[1:-1] for part in path.split("/") if part.startswith("{")}
+    for path, name in (("/flush_cache", "timeout"), ("/v1/responses/{response_id}", "stream")):
+        assert {"name": name, "in": "query", "required": False, "schema": {"type": "string"}} in (
+            paths[path]["get"]["parameters"]
+        )
+    needs_body = {
+        path: told["requestBody"]["required"]
+        for path, methods in paths.items()
+        for told in methods.values()
+        if "requestBody" in told
+    }
+    assert {path for path, is_needed in needs_body.items() if not is_needed} == {
+        "/pause_generation",
+        "/start_profile",
+    }

@@ -53,21 +53,22 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Route:
-    """`body` is what the handler reads, for the OpenAPI document; `is_admin`: it changes the server
-    for all."""
+    """`body` is what the handler reads, `query` what else, for the OpenAPI document; `is_admin`: it
+    changes the server for all."""
 
     methods: tuple[str, ...]
     path: str
     handler: Handler
     body: type[Body] | None = None
     is_admin: bool = False
+    query: tuple[str, ...] = ()
 
 
 ROUTES = (
     Route(("POST",), chat.ROUTE, chat.chat, ChatBody),
     Route(("POST",), completions.ROUTE, completions.completions, CompletionBody),
     Route(("POST",), response_answer.ROUTE, responses.create, ResponsesBody),
-    Route(("GET",), responses.ID_ROUTE, responses.fetch),
+    Route(("GET",), responses.ID_ROUTE, responses.fetch, query=("stream",)),
     Route(("DELETE",), responses.ID_ROUTE, responses.delete),
     Route(("POST",), responses.CANCEL_ROUTE, responses.cancel),
     Route(("POST",), messages.ROUTE, messages.messages, MessagesBody),
@@ -83,7 +84,7 @@ ROUTES = (
     Route(("GET",), "/get_model_info", about.model_info),
     Route(("GET",), "/server_info", about.server_info),
     Route(("GET",), "/get_server_info", about.server_info),
-    Route(("GET", "POST"), "/flush_cache", admin.flush_cache, is_admin=True),
+    Route(("GET", "POST"), "/flush_cache", admin.flush_cache, is_admin=True, query=("timeout",)),
     Route(("POST",), "/abort_request", admin.abort_request, admin.AbortBody, is_admin=True),
     Route(("POST",), "/pause_generation", admin.pause_generation, admin.PauseBody, is_admin=True),
     Route(("POST",), "/continue_generation", admin.continue_generation, is_admin=True),
@@ -97,6 +98,8 @@ ROUTES = (
     Route(("GET",), "/health_generate", about.health_generate),
     Route(("GET",), "/metrics", about.metrics),
 )
+
+MAY_BE_LEFT_OUT = (admin.PauseBody, admin.ProfileBody)
 
 
 def build_app(service: Service) -> Starlette:
@@ -157,19 +160,27 @@ def _add_layers(app: Starlette, service: Service) -> None:
 
 
 _SCHEMAS = "#/components/schemas/"
+_ERROR = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
+_FAILURE = {
+    "description": "What is wrong, in a sentence.",
+    "content": {
+        "application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}}}
+    },
+}
 
 
 def _told(route: Route) -> dict[str, Any]:
     """What the OpenAPI document says of a route that reads its path and its body itself."""
-    told: dict[str, Any] = {}
-    if names := re.findall(r"{(\w+)", route.path):
+    told: dict[str, Any] = {"responses": {"default": _FAILURE}}
+    in_path = [(name, "path") for name in re.findall(r"{(\w+)", route.path)]
+    if places := in_path + [(name, "query") for name in route.query]:
         told["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
+            {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
+            for name, where in places
         ]
     if route.body is not None:
         content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body.__name__}}}
-        told["requestBody"] = {"required": True, "content": content}
+        told["requestBody"] = {"required": route.body not in MAY_BE_LEFT_OUT, "content": content}
     return told
 
 
@@ -201,8 +212,9 @@ def openapi_document() -> dict[str, Any]:
         [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)],
         ref_template=_SCHEMAS + "{model}",
     )
-    document.setdefault("components", {})["schemas"] = definitions["$defs"]
-    return document
+    key = {"type": "http", "scheme": "bearer"}
+    document["components"] = {"schemas": definitions["$defs"], "securitySchemes": {"key": key}}
+    return document | {"security": [{}, {"key": []}]}
 
 
 async def _shown(request: Request) -> Response:
