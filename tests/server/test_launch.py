@@ -266,9 +266,11 @@ def test_an_engine_that_dies_or_sticks_ends_everything_with_the_reason(
     with serving(behaviour, **fields) as server:
         try:
             with httpx.stream("POST", f"{server.url()}/generate", json=ENDLESS) as response:
-                assert re.search(message, lines_of(response)[-1])
+                last = lines_of(response)[-1]
+            # A stuck engine may be ending the server when this request comes, or have ended it.
+            came_too_late = behaviour == "sticks" and response.status_code == 503
+            assert came_too_late or re.search(message, last)
         except httpx.HTTPError:
-            # A stuck engine may have ended the server before this request came.
             assert behaviour == "sticks"
         assert server.end() == 5
         server.wait_for(f"error: {message}")
