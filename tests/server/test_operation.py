@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, Step
@@ -17,6 +18,8 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.messages import LogSettings, Reply
 from tetrad.core.request import Finish
+from tetrad.server import push
+from tetrad.server.app import build_app
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 BODY = {"messages": [{"role": "user", "content": "3"}]}
@@ -298,3 +301,21 @@ async def test_an_aborted_answer_keeps_what_it_had(
     found = await samples(client)
     assert found["tetrad_finished_total{reason=abort}"] == 2
     assert found["sglang:num_aborted_requests_total{model_name=abacus}"] == 2
+
+
+async def test_a_request_that_is_over_is_no_cycle(make_service: MakeService):
+    """Who writes past the application knows who answers, who knows the request's scope: the
+    collector hardly ever comes by where thousands of streams live for long."""
+    app = build_app(make_service())
+    states = []
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"] = {push.BODY: None}
+        states.append(scope["state"])
+        await app(scope, receive, send)
+
+    transport = httpx.ASGITransport(served)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.get("/nowhere")).status_code == 404
+    assert states == [{}, {}]

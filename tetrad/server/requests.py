@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tetrad.core.errors import RequestError
 from tetrad.server.arrival import Arrival, begin
 from tetrad.server.failures import response_of
+from tetrad.server.push import BODY
 from tetrad.server.service import Service
 
 REQUEST_ID = "X-Request-Id"
@@ -57,6 +58,9 @@ class RequestDoor:
         try:
             await self._serve(scope, receive, sending, now, headers.get("x-request-timeout"))
         finally:
+            # It knows what answers the request, which knows the scope: a cycle that the collector
+            # would find after hours.
+            scope.get("state", {}).pop(BODY, None)
             self._service.reporter.over(scope, now, status, time.monotonic() - now.began_at)
 
     async def _serve(
