@@ -65,7 +65,7 @@ def nobody(url: str, why: str) -> str:
     """The sentence for a server that does not answer."""
     return (
         f"No server answers at {url}: {why}. Start one with `tetrad serve`, or give another "
-        f"address."
+        "address."
     )
 
 

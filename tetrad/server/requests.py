@@ -58,8 +58,8 @@ class RequestDoor:
         try:
             await self._serve(scope, receive, sending, now, headers.get("x-request-timeout"))
         finally:
-            # It knows what answers the request, which knows the scope: a cycle that the collector
-            # would find after hours.
+            # It knows what answers the request, which knows the scope: a cycle, and what has lived
+            # for long the collector hardly ever looks at.
             scope.get("state", {}).pop(BODY, None)
             self._service.reporter.over(scope, now, status, time.monotonic() - now.began_at)
 
