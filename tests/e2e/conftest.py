@@ -87,6 +87,12 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
             process.wait()
 
 
+def has_measured(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether a `tetrad bench serve` ran to its end. Its figures are not judged here: on a busy
+    machine, or beside a model so small, its client may count as too slow."""
+    return done.returncode == 0 or "figures are INVALID" in done.stderr
+
+
 def wait_healthy(served: Served) -> None:
     deadline = time.monotonic() + STARTUP_S
     while True:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.e2e.conftest import Served
+from tests.e2e.conftest import Served, has_measured
 from tests.e2e.test_commands import tetrad
 from tetrad.core.records import BenchRun
 
@@ -44,8 +44,7 @@ def test_a_load_of_each_kind(flags: str, num_requests, cached, served: Served, t
     results = tmp_path / "results.jsonl"
     words = [*flags.split(), "--random-output", "6", "--output-file", str(results)]
     done = tetrad("bench", "serve", "--base-url", served.url, *words)
-    # A tiny model is so fast that the client may count as too slow; figures are not judged here.
-    assert done.returncode == 0 or "figures are INVALID" in done.stderr, done.stdout + done.stderr
+    assert has_measured(done), done.stdout + done.stderr
     run = BenchRun.model_validate(json.loads(results.read_text())["tetrad"])
     assert (run.completed, run.failed, run.token_source) == (num_requests, 0, "server")
     assert run.output_tokens == round(run.workload.wanted_tokens.mean * num_requests)
