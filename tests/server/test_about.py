@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 import tetrad
@@ -187,7 +187,7 @@ async def samples(client: httpx.AsyncClient) -> dict[str, float]:
 async def test_metrics_count_outcomes_and_read_the_engine(
     client: httpx.AsyncClient, engine: FakeEngine
 ):
-    engine.stats = dataclasses.replace(
+    engine.stats = structs.replace(
         engine.stats, used_pages=16, generated_tokens_total=42, running_requests=2
     )
     await client.post(CHAT, json=BODY)
@@ -244,7 +244,7 @@ async def test_a_full_cache_counts_as_a_queue_although_slots_are_free(
     async with connect(service) as client:
         task = asyncio.create_task(client.post(CHAT, json=BODY))
         await until(lambda: service.open_requests == 1)
-        engine.stats = dataclasses.replace(engine.stats, waiting_requests=1)
+        engine.stats = structs.replace(engine.stats, waiting_requests=1)
         assert (await client.post(CHAT, json=BODY)).status_code == 503
         engine.gate.set()
         await task

@@ -1,7 +1,7 @@
 """What API processes and the engine process say to each other.
 
-A message travels as two ZeroMQ frames: the class name and the msgpack body of the dataclass.
-Every class that may travel is in `MESSAGES`; nothing else is decoded.
+A message travels as msgpack, tagged with the name of its class: a subclass of `Message` in this
+file. Nothing else is decoded.
 
 Several API processes ("workers") may share one engine. `worker` is the number under which the
 engine knows one; it is never given again, so what is still under way to a process that is gone
@@ -10,8 +10,9 @@ reaches no other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from tetrad.core.request import Request, RequestOutput
 
@@ -19,53 +20,50 @@ FIRST_WORKER = 0
 """The API process that started the engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddRequests:
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """One of those below."""
+
+
+class AddRequests(Message, frozen=True):
     """API → engine: start these. A rid is never used again, by no worker."""
 
     requests: list[Request]
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequests:
+class AbortRequests(Message, frozen=True):
     """API → engine: forget these and free what they hold. Unknown ids are ignored."""
 
     rids: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Message, frozen=True):
     """API → engine: a question or an order, answered by one `Reply`. Names: `engine/calls.py`."""
 
     call_id: int
     name: str
     worker: int = FIRST_WORKER
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJoined:
+class WorkerJoined(Message, frozen=True):
     """First worker → engine: speak to one more, which answers at the sockets of its number. It is
     told `EngineReady`."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLeft:
+class WorkerLeft(Message, frozen=True):
     """First worker → engine: that process is gone. Its requests are aborted, and what it still
     says is ignored."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Message, frozen=True):
     """API → engine: end. The API has already drained its requests; what is left is aborted."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True):
     """A reading of the engine, sent with every batch of outputs and every heartbeat."""
 
     running_requests: int = 0
@@ -89,24 +87,21 @@ class EngineStats:
     """Generated tokens per second over the last second or so."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReady:
+class EngineReady(Message, frozen=True):
     """Engine → API, once to each worker: the model is loaded. `info` is what /server_info shows of
     the engine: resolved limits, memory, chosen backends with reasons and refusals."""
 
     info: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProgress:
+class EngineProgress(Message, frozen=True):
     """Engine → first worker while starting: what it is doing, for the console and for /health."""
 
     phase: str
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRefused:
+class RequestRefused(Message, frozen=True):
     """Engine → API: a request of `AddRequests` was not taken; the fields of its RequestError."""
 
     rid: str
@@ -115,8 +110,7 @@ class RequestRefused:
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
+class StepOutputs(Message, frozen=True):
     """Engine → API after a step that gave someone something: one message to each worker, for all
     of its requests.
 
@@ -134,8 +128,7 @@ class StepOutputs:
     """Their tokens, as int32 of this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Message, frozen=True):
     """Engine → API at least once a second, also while a long step has not ended: sent by a thread
     that watches the step loop. `step_age_s` is how long the current step has been running."""
 
@@ -143,18 +136,16 @@ class Heartbeat:
     stats: EngineStats
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Message, frozen=True):
     """Engine → API: the answer to a `Call`."""
 
     call_id: int
     ok: bool
     text: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class LogSettings:
+class LogSettings(Message, frozen=True):
     """Engine → API, to all workers: what one of them was told to log is for all. None: as
     before."""
 
@@ -162,49 +153,10 @@ class LogSettings:
     access_log: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineDied:
+class EngineDied(Message, frozen=True):
     """Engine → API, last words: why it ends and with which exit code."""
 
     reason: str
     exit_code: int
     kind: str = "EngineDiedError"
     """Class of core.errors that the API process raises: a UserError keeps its class."""
-
-
-Message = (
-    AddRequests
-    | AbortRequests
-    | Call
-    | WorkerJoined
-    | WorkerLeft
-    | Shutdown
-    | EngineReady
-    | EngineProgress
-    | RequestRefused
-    | StepOutputs
-    | Heartbeat
-    | Reply
-    | LogSettings
-    | EngineDied
-)
-
-MESSAGES: dict[str, type[Message]] = {
-    cls.__name__: cls
-    for cls in (
-        AddRequests,
-        AbortRequests,
-        Call,
-        WorkerJoined,
-        WorkerLeft,
-        Shutdown,
-        EngineReady,
-        EngineProgress,
-        RequestRefused,
-        StepOutputs,
-        Heartbeat,
-        Reply,
-        LogSettings,
-        EngineDied,
-    )
-}

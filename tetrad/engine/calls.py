@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from tetrad.core.errors import UserError
-from tetrad.core.messages import Call, EngineStats, LogSettings, Message, Reply
+from tetrad.core.messages import Call, LogSettings, Message, Reply
 from tetrad.engine.engine import Engine
 from tetrad.engine.gains import Gains
 
@@ -61,8 +63,7 @@ class Calls:
             self._engine.check_integrity()
         except AssertionError as error:
             integrity = str(error)
-        reading = self._engine.stats()
-        stats = {name: getattr(reading, name) for name in EngineStats.__slots__}
+        stats = structs.asdict(self._engine.stats())
         data = {**stats, "integrity": integrity, "is_paused": self._engine.is_paused}
         return integrity == "ok", integrity, data
 

@@ -220,7 +220,7 @@ class EngineLink:
         if self.died.done():
             raise self.died.result()
         try:
-            self._outgoing.send_multipart(encode(message), zmq.NOBLOCK)
+            self._outgoing.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
             raise EngineDiedError("The engine process no longer listens.") from None
 
@@ -240,7 +240,7 @@ class EngineLink:
             return
         try:
             for _ in range(MESSAGES_A_TURN):
-                self._receive(decode(self._incoming.recv_multipart(zmq.NOBLOCK)))
+                self._receive(decode(self._incoming.recv(zmq.NOBLOCK)))
             asyncio.get_running_loop().call_soon(self._read)
         except zmq.Again:
             pass

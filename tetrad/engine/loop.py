@@ -136,10 +136,10 @@ class EngineLoop:
                 if engine.awaits_grammars and not engine.can_step:
                     self._inbox.poll(GRAMMAR_POLL_MS)
                 is_busy = engine.can_step or engine.awaits_grammars
-                frames = self._inbox.recv_multipart(zmq.NOBLOCK if is_busy else 0)
+                encoded = self._inbox.recv(zmq.NOBLOCK if is_busy else 0)
             except zmq.Again:
                 return True
-            message = decode(frames)
+            message = decode(encoded)
             if isinstance(message, Shutdown):
                 return False
             self._handle(engine, message)

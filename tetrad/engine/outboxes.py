@@ -30,10 +30,10 @@ class Outboxes:
     def send(self, worker: int, message: Message) -> None:
         """Say something to one of them; nobody hears what is said to others."""
         if socket := self._sockets.get(worker):
-            socket.send_multipart(encode(message))
+            socket.send(encode(message))
 
     def send_all(self, message: Message) -> None:
         """Say something to all."""
-        frames = encode(message)
+        encoded = encode(message)
         for socket in self._sockets.values():
-            socket.send_multipart(frames)
+            socket.send(encoded)

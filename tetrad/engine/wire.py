@@ -1,12 +1,14 @@
-"""Messages as bytes: a frame with the class name, a frame with the msgpack body."""
+"""Messages as bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
 
 import msgspec
 
-from tetrad.core.messages import MESSAGES, Message, StepOutputs
+from tetrad.core.messages import Message, StepOutputs
 
 INBOX = "to-engine"
 """Begins the name of a socket file inside the private folder that all processes know: of the
@@ -15,20 +17,20 @@ OUTBOX = "to-api"
 """The same of the engine's messages to it."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {name: msgspec.msgpack.Decoder(cls) for name, cls in MESSAGES.items()}
+_decoder = msgspec.msgpack.Decoder(reduce(or_, Message.__subclasses__()))
 
 
-def encode(message: Message) -> list[bytes]:
-    """Two frames for `send_multipart`."""
-    return [type(message).__name__.encode(), _encoder.encode(message)]
+def encode(message: Message) -> bytes:
+    """As it travels."""
+    return _encoder.encode(message)
 
 
-def decode(frames: Sequence[bytes]) -> Message:
+def decode(frame: bytes) -> Message:
     """Inverse of `encode`. Raises ValueError for anything that is not a message of ours."""
-    name = frames[0].decode("ascii", "replace")
-    if len(frames) != 2 or name not in _decoders:
-        raise ValueError(f"not a message: {len(frames)} frames, the first says {name!r}")
-    message: Message = _decoders[name].decode(frames[1])
+    try:
+        message: Message = _decoder.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a message: {error}") from None
     return message
 
 
