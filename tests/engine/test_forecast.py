@@ -240,6 +240,22 @@ def test_nobody_looks_for_the_peak_where_all_have_room(monkeypatch: pytest.Monke
         outlook.add(sequence(100, 0))
 
 
+@pytest.mark.parametrize("num_pages", [8, 7])
+def test_nothing_is_foreseen_where_all_fit_with_all_they_may_get(monkeypatch, num_pages: int):
+    looks: list[Running] = []
+
+    def outlook(forecast: Forecast, running: Running) -> Outlook:
+        looks.append(running)
+        return Outlook(forecast, running)
+
+    monkeypatch.setattr("tetrad.engine.scheduler.Outlook", outlook)
+    scheduler = make_scheduler(make_limits(num_pages, running=4, step=4 * PAGE_TOKENS))
+    for rid in "abcd":
+        scheduler.add(make_request(rid, PAGE_TOKENS, PAGE_TOKENS))
+    num_admitted = len(works_of(scheduler.schedule()))
+    assert (num_admitted == 4, bool(looks)) == (num_pages == 8, num_pages < 8)
+
+
 def test_one_after_the_other_needs_less_than_all_at_once():
     long = Growth(640, 64, 1, 1)
     short = Growth(64, 640, 10, 10)

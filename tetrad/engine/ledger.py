@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import numpy as np
 from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
@@ -18,7 +17,7 @@ from tetrad.core.plan import Ints, StepPlan, StepResult
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
 from tetrad.core.step import PAGE_TOKENS, SequenceWork
 from tetrad.engine.admission import Limits, check_request, end_ids
-from tetrad.engine.blocks import PagePool
+from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.forecast import Forecast, Outlook
 from tetrad.engine.gains import StepGain
 from tetrad.engine.line import WaitingLine
@@ -195,6 +194,7 @@ class Ledger:
         pairs = [pair for step in self._planned for pair in step.pairs()]
         in_flight = Counter(id(sequence) for sequence, work in pairs if work.sample)
         assert all(s.num_pending == in_flight[id(s)] for s in self._live.values())
+        assert self.running.most_pages == sum(pages_for(s.most_tokens) for s in self.running)
         self.cache.check([page for s in self.running for page in s.pages])
 
     def _preempt_last(self) -> None:
@@ -212,7 +212,7 @@ class Ledger:
         is_usual = (table.serial.take(rows) == step.serials) & (token_ids >= 0)
         gain = StepGain()
         if not is_usual.all():
-            for index in np.flatnonzero(~is_usual).tolist():
+            for index in (~is_usual).nonzero()[0].tolist():
                 read = int(starts[index]) + 1, step.decodes.pages(index)
                 gain.outputs += self._take(sequences[index], *read, int(token_ids[index]), None)
             rows, starts, token_ids = rows[is_usual], starts[is_usual], token_ids[is_usual]
@@ -220,7 +220,8 @@ class Ledger:
         known = table.add_tokens(rows, token_ids)
         self.counters.generated_tokens += len(rows)
         is_first = known == table.first_told.take(rows)
-        for index in np.flatnonzero(is_first | (starts % PAGE_TOKENS == PAGE_TOKENS - 1)).tolist():
+        may_keep = is_first | (starts % PAGE_TOKENS == PAGE_TOKENS - 1)
+        for index in may_keep.nonzero()[0].tolist():
             self._keep_full_pages(sequences[index], int(starts[index]) + 1)
         is_new = is_first | self.running.may_end(token_ids)
         is_new |= known >= table.most_tokens.take(rows)
@@ -228,7 +229,7 @@ class Ledger:
         gain.token_ids, gain.sequences = token_ids[is_plain], sequences[is_plain]
         gain.numbers = table.number.take(rows)[is_plain]
         gain.workers = table.worker.take(rows)[is_plain]
-        for index in np.flatnonzero(is_new).tolist():
+        for index in is_new.nonzero()[0].tolist():
             gain.outputs.append(self._told(sequences[index], int(token_ids[index]), None))
         return gain
 

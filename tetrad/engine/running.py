@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tetrad.core.plan import Ints
 from tetrad.engine.admission import Limits
+from tetrad.engine.blocks import pages_for
 from tetrad.engine.rows import Rows
 from tetrad.engine.sequence import Sequence
 
@@ -27,6 +28,8 @@ class Running:
         self._ends: Ints = np.zeros(max(limits.vocab, *limits.eos_ids, 0) + 1, np.int64)
         """By token id: how many of them it ends."""
         self._with_history: set[Sequence] = set()
+        self.most_pages = 0
+        """Of all, once each has all the tokens that it may get."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -63,6 +66,7 @@ class Running:
             self._ends[token_id] += 1
         if sequence.needs_history:
             self._with_history.add(sequence)
+        self.most_pages += pages_for(sequence.most_tokens)
 
     def remove(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the pages to give back."""
@@ -73,6 +77,7 @@ class Running:
         for token_id in sequence.end_ids:
             self._ends[token_id] -= 1
         self._with_history.discard(sequence)
+        self.most_pages -= pages_for(sequence.most_tokens)
         return self.rows.leave(sequence)
 
     def below(self, priority: int) -> list[Sequence]:

@@ -103,10 +103,11 @@ class Scheduler(Ledger):
         rows = running.order.copy()
         total = table.known.take(rows) + table.pending.take(rows)
         is_spent = total >= table.most_tokens.take(rows)
-        lag = np.where(is_spent, 0, total - table.computed.take(rows))
-        granted = np.clip(budget - (lag.cumsum() - lag), 0, lag)
-        due = rows[granted > 0]
-        for sequence in self._short_of_pages(due, total[granted > 0]):
+        granted = np.where(is_spent, 0, total - table.computed.take(rows))
+        if granted.sum() > budget:
+            granted = np.clip(budget - (granted.cumsum() - granted), 0, granted)
+        is_due = granted > 0
+        for sequence in self._short_of_pages(rows[is_due], total[is_due]):
             while sequence.pages and not self._has_pages(sequence):
                 self._preempt_last()
                 self.counters.preemptions += 1
@@ -122,7 +123,7 @@ class Scheduler(Ledger):
         behind = total - table.computed.take(rows)
         is_plain = (granted == 1) & (behind == 1) & (total >= table.plain_from.take(rows))
         step.decode(table, rows[is_plain])
-        for index in np.flatnonzero((granted > 0) & ~is_plain).tolist():
+        for index in ((granted > 0) & ~is_plain).nonzero()[0].tolist():
             step.add(table, table.sequences[rows[index]], int(granted[index]))
 
     def _short_of_pages(self, rows: Ints, num_tokens: Ints) -> list[Sequence]:
@@ -187,7 +188,8 @@ class Scheduler(Ledger):
         is_refused = (sequence, len(found)) == self._refused
         if missing + len(self.running) > available or (is_refused and self.running):
             return None
-        if self.running:
+        most_pages = self.running.most_pages + pages_for(sequence.most_tokens)
+        if most_pages > self.limits.num_pages and self.running:
             self._outlook = self._outlook or Outlook(self.forecast, self.running)
             if not self._outlook.has_room_for(sequence, len(found), available):
                 self._refused = (sequence, len(found))
