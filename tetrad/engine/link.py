@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -37,15 +36,13 @@ from tetrad.core.messages import (
 )
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.sinks import Outputs, Sink, Stream
+from tetrad.engine.turns import Turns
 from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode, plain_tokens
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.005
 MESSAGES_A_TURN = 16
-TURN_S = 0.002
-"""How long one turn of the event loop hands out what the engine gave. Who else waits for the loop,
-a new connection or whoever asks for /health, does not wait for thousands of streams."""
 NUMBERS = 1 << 32
 NEWS_WAIT_S = 5.0
 """How long the reason may take to come after the engine's sockets are gone."""
@@ -78,11 +75,7 @@ class EngineLink:
         self._numbers: dict[str, int] = {}
         """By the name that the request has in the engine."""
         self._num_requests = 0
-        self._due: deque[Stream] = deque()
-        """Those that got something; one whose turn has come before has nothing left."""
-        self._due_first: deque[Stream] = deque()
-        """Those that got more than tokens: who begins is not to wait for all that run."""
-        self._is_handing_out = False
+        self._turns = Turns(asyncio.get_running_loop())
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
         self._is_stopping = False
@@ -248,32 +241,17 @@ class EngineLink:
             self.fail(EngineDiedError(f"The engine sent something unreadable: {error}."))
         except Exception as error:  # noqa: BLE001 - nobody must wait for the engine then
             self._not_heard(error)
-        if not self._is_handing_out:
-            self._hand_out()
+        self._turns.go()
 
     def _take_step(self, message: StepOutputs) -> None:
         """Note what streams got. What comes before it is handed out is written together."""
-        streams, due = self._streams, self._due
-        for number, token in plain_tokens(message):
+        streams, got_token = self._streams, self._turns.token
+        for number, token_id in plain_tokens(message):
             if (stream := streams.get(number)) is not None:
-                if not stream.due:
-                    due.append(stream)
-                stream.due.append(token)
+                got_token(stream, token_id)
         for output in message.outputs:
             if (stream := streams.get(self._numbers.get(output.rid, -1))) is not None:
-                self._due_first.append(stream)
-                stream.add(output)
-
-    def _hand_out(self) -> None:
-        """For a while; the rest in the next turn of the event loop."""
-        until = time.monotonic() + TURN_S
-        while self._due_first or self._due:
-            if time.monotonic() > until:
-                self._is_handing_out = True
-                asyncio.get_running_loop().call_soon(self._hand_out)
-                return
-            (self._due_first or self._due).popleft().hand_out()
-        self._is_handing_out = False
+                self._turns.output(stream, output)
 
     def _receive(self, message: Message) -> None:
         self._last_message_at = time.monotonic()
