@@ -78,7 +78,7 @@ def test_no_more_than_an_unfinished_character_is_held_back(ids: list[int]):
     shown = ""
     for i, token_id in enumerate(ids):
         shown += detokenizer.feed(token_id)
-        held, _ = detokenizer._utf8.getstate()
+        held = detokenizer._begun
         assert len(held) <= 3
         # at the end each byte of what is no character shows as one of its own, at most
         whole = TOKENIZER.decode(ids[: i + 1])

@@ -2,8 +2,7 @@
 
 The models served here have byte-level vocabularies: every token stands for some bytes, and a text
 is the UTF-8 reading of the bytes of its tokens. So streaming needs no second decoding of a window
-of tokens: bytes go through an incremental UTF-8 decoder, which holds back an unfinished character
-(at most three bytes) and costs the same for each token.
+of tokens: an unfinished character, at most three bytes, is held back until its last byte is there.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ class Tokenizer:
         """Control tokens, which a reader does not want to see."""
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes: dict[int, bytes] = {}
-        self.texts: dict[int, str] = {}
-        """Of tokens that stand for whole characters and were read once; what a model said, so no
-        more than it has tokens."""
+        self.texts = _Texts(self)
 
     @classmethod
     def from_folder(cls, folder: Path, *, is_lent: bool = False) -> Tokenizer:
@@ -87,33 +84,47 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
 
 
+class _Texts(dict[int, str | None]):
+    """By token id: its text, None where its bytes are not whole characters. Of what a model said,
+    so no more than it has tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        piece = self._tokenizer.token_bytes(token_id)
+        text, num_read = codecs.utf_8_decode(piece, "replace", False)
+        self[token_id] = text if num_read == len(piece) else None
+        return self[token_id]
+
+
 class Detokenizer:
     """One growing text. Characters come out whole, as soon as their last byte is there."""
 
     def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int] = frozenset()) -> None:
         """Tokens in `hidden_ids` leave no trace in the text."""
         self._tokenizer = tokenizer
+        self._texts = tokenizer.texts
         self._hidden_ids = hidden_ids
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_between = True
-        """Whether no character has begun that is not whole."""
+        self._begun = b""
+        """Of a character that is not whole yet."""
 
     def feed(self, token_id: int) -> str:
         """The characters this token completes, often none or several."""
         if token_id in self._hidden_ids:
             return ""
-        if self._is_between and (text := self._tokenizer.texts.get(token_id)) is not None:
-            return text
-        piece, is_whole = self._tokenizer.token_bytes(token_id), self._is_between
-        text = self._utf8.decode(piece)
-        self._is_between = not self._utf8.getstate()[0]
-        if is_whole and self._is_between:
-            self._tokenizer.texts[token_id] = text
+        if not self._begun and (known := self._texts[token_id]) is not None:
+            return known
+        piece = self._begun + self._tokenizer.token_bytes(token_id)
+        text, num_read = codecs.utf_8_decode(piece, "replace", False)
+        self._begun = piece[num_read:]
         return text
 
     def flush(self) -> str:
         """The text ended: an unfinished character becomes U+FFFD."""
-        return self._utf8.decode(b"", final=True)
+        piece, self._begun = self._begun, b""
+        return codecs.utf_8_decode(piece, "replace", True)[0]
 
 
 def _decoder_kind(tokenizer: tokenizers.Tokenizer) -> str:
