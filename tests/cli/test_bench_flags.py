@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from tests.house.all_flags import all_flags
 from tests.house.source import ROOT
 from tetrad.bench.options import BenchServeConfig
 from tetrad.cli.bench_flags import ACCEPTED, REASONS, full_name, reason
-from tetrad.cli.flags import all_flags
 
 SGLANG_NUM_FLAGS = 87
 """`sglang.bench_serving` 0.5.23, dumped from its argparse; --help left out."""

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 import tetrad as package
+from tests.house.all_flags import all_flags
 from tetrad.cli import sglang_flags, vllm_flags
-from tetrad.cli.flags import all_flags
 from tetrad.cli.spelling import edits, meant
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import BenchFailure, CapacityError, ConfigError, EngineDiedError

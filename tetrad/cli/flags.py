@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from cyclopts import App, Group, Parameter
+from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
-from tetrad.cli.main import app
 from tetrad.core.option import Config
 
 C = TypeVar("C", bound=Config)
@@ -105,18 +104,3 @@ def _range(field: FieldInfo) -> str:
         if attribute and abs(limit := getattr(bound, attribute)) < OBVIOUS:
             limits.append(f"{words} {limit:,}")
     return f" [{', '.join(limits)}]" if limits else ""
-
-
-def all_flags() -> list[str]:
-    """Every flag of every verb as `verb:--flag`, sorted; help and version left out."""
-    return sorted(_flags_below(app, ()))
-
-
-def _flags_below(verb_app: App, chain: tuple[str, ...]) -> Iterator[str]:
-    hidden = {*verb_app.help_flags, *verb_app.version_flags}
-    if verb_app.default_command is not None:
-        for argument in verb_app.assemble_argument_collection():
-            yield from (f"{'/'.join(chain)}:{n}" for n in argument.names if n.startswith("--"))
-    for name in verb_app:
-        if name not in hidden:
-            yield from _flags_below(verb_app[name], (*chain, name))
