@@ -88,9 +88,10 @@ class _Answer(OpenAIAnswer[ChatBody]):
 
     async def whole(self) -> dict[str, Any]:
         drafts = [_Draft() for _ in self._choices]
-        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
-            async for index, delta in deltas:
-                drafts[index].add(delta)
+        async with aclosing(generate(self._service, ROUTE, self._choices)) as found:
+            async for deltas in found:
+                for index, delta in deltas:
+                    drafts[index].add(delta)
         choices = [self._whole_choice(index, draft) for index, draft in enumerate(drafts)]
         return self._head | {"choices": choices, "usage": self._usage()}
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams
@@ -36,8 +37,8 @@ class Choice:
     """Whether it is the first of its prompt; the others let it compute the prompt for them."""
 
 
-Deltas = AsyncGenerator[tuple[int, Delta], None]
-"""(index of the choice, what a step added to it)."""
+Deltas = AsyncGenerator[list[tuple[int, Delta]], None]
+"""(index of the choice, what a step added to it), as many as came together."""
 
 
 def new_id(prefix: str) -> str:
@@ -109,12 +110,13 @@ async def generate(
             await running.begin(set(range(len(choices))).difference(*waiting.values()))
             num_open = len(choices)
             while num_open:
-                index, delta = await inbox.get()
-                await running.begin(waiting.pop(index, ()))
-                if delta.finish is not None:
-                    num_open -= 1
-                    running.leave(index)
-                yield index, delta
+                deltas = await inbox.get()
+                for index, delta in deltas:
+                    await running.begin(waiting.pop(index, ()))
+                    if delta.finish is not None:
+                        num_open -= 1
+                        running.leave(index)
+                yield deltas
         except EngineDiedError as error:
             raise service.why_ended(error) from None
         except GenerationError as error:
@@ -137,9 +139,9 @@ async def pieces(
     """The events of a streamed answer but for those that go to `outlet`, if there is one; `render`
     and `text` as in ShortWay."""
     short_way = ShortWay(render, outlet, text) if outlet else None
-    async with aclosing(generate(service, route, choices, short_way)) as deltas:
-        async for index, delta in deltas:
-            if piece := render(index, delta):
+    async with aclosing(generate(service, route, choices, short_way)) as found:
+        async for deltas in found:
+            if piece := b"".join(starmap(render, deltas)):
                 yield piece
 
 

@@ -122,11 +122,12 @@ class _Answer(OpenAIAnswer[CompletionBody]):
         texts: list[list[str]] = [[] for _ in self._choices]
         entries: list[list[TokenEntry]] = [[] for _ in self._choices]
         finishes: list[ChoiceFinish | None] = [None] * len(self._choices)
-        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
-            async for index, delta in deltas:
-                texts[index].append(delta.content)
-                entries[index] += delta.entries
-                finishes[index] = delta.finish
+        async with aclosing(generate(self._service, ROUTE, self._choices)) as found:
+            async for deltas in found:
+                for index, delta in deltas:
+                    texts[index].append(delta.content)
+                    entries[index] += delta.entries
+                    finishes[index] = delta.finish
         choices = [
             self._choice(number, self._echo(i) + "".join(texts[i]), entries[i], finishes[i])
             for number, i in enumerate(self._best(entries))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import starmap
 from typing import Any
 
 from starlette.requests import Request
@@ -76,16 +77,16 @@ class _Answer:
         has_begun = False
         short_way = ShortWay(self._render, outlet) if outlet else None
         choices = (self._choice,)
-        async with aclosing(generate(self._service, ROUTE, choices, short_way)) as deltas:
-            async for _, delta in deltas:
+        async with aclosing(generate(self._service, ROUTE, choices, short_way)) as found:
+            async for deltas in found:
                 if not has_begun:
                     has_begun = True
                     yield event(
                         {"type": "message_start", "message": self._message()}, "message_start"
                     )
                     yield event({"type": "ping"}, "ping")
-                self._finish = delta.finish
-                if pieces := self._render(0, delta):
+                self._finish = deltas[-1][1].finish
+                if pieces := b"".join(starmap(self._render, deltas)):
                     yield pieces
         end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield event(end, "message_delta")
@@ -107,11 +108,12 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The complete answer."""
-        async with aclosing(generate(self._service, ROUTE, (self._choice,))) as deltas:
-            async for _, delta in deltas:
-                self._finish = delta.finish
-                for _ in self._reader.feed(delta):
-                    pass
+        async with aclosing(generate(self._service, ROUTE, (self._choice,))) as found:
+            async for deltas in found:
+                for _, delta in deltas:
+                    self._finish = delta.finish
+                    for _ in self._reader.feed(delta):
+                        pass
         return self._message()
 
     def _message(self) -> dict[str, Any]:

@@ -131,12 +131,9 @@ class _Answer:
         self._drafts = [_Draft() for _ in choices]
         self._arrived_at = time.perf_counter()
 
-    async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
+    def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """Every event holds all of its choice so far; several choices say which they are."""
-        found = pieces(self._service, ROUTE, self._choices, outlet, self._render)
-        async with aclosing(found) as events:
-            async for piece in events:
-                yield piece
+        return pieces(self._service, ROUTE, self._choices, outlet, self._render)
 
     def _render(self, index: int, delta: Delta) -> bytes:
         self._drafts[index].add(delta)
@@ -147,9 +144,10 @@ class _Answer:
 
     async def whole(self) -> Any:
         """The complete answer: an object, or a list of them."""
-        async with aclosing(generate(self._service, ROUTE, self._choices)) as deltas:
-            async for index, delta in deltas:
-                self._drafts[index].add(delta)
+        async with aclosing(generate(self._service, ROUTE, self._choices)) as found:
+            async for deltas in found:
+                for index, delta in deltas:
+                    self._drafts[index].add(delta)
         values = [self._value(index) for index in range(len(self._choices))]
         return values if self._is_list else values[0]
 

@@ -31,6 +31,8 @@ BODY = "tetrad.body"
 """Where in the state of its scope a request finds the outlet of its connection, if there is one."""
 
 SHARE_S = 0.005
+MOST_AT_ONCE = 64
+"""Items that are written together."""
 
 
 class Outlet(Protocol):
@@ -93,8 +95,8 @@ class Inbox:
                 self._waiter.set_result(None)
             self._waiter = None
 
-    async def get(self) -> tuple[int, Delta]:
-        """The next item. Raises it if it is an error."""
+    async def get(self) -> list[tuple[int, Delta]]:
+        """The next items, as many as are there. Raises the first if it is an error."""
         if self._items and time.monotonic() - self._woken_at > SHARE_S:
             await asyncio.sleep(0)
             self._woken_at = time.monotonic()
@@ -105,10 +107,17 @@ class Inbox:
             finally:
                 self._waiter = None
             self._woken_at = time.monotonic()
-        item = self._items.popleft()
-        if isinstance(item, Exception):
-            raise item
-        return item
+        items = self._items
+        found: list[tuple[int, Delta]] = []
+        while items and len(found) < MOST_AT_ONCE:
+            item = items[0]
+            if isinstance(item, Exception):
+                if not found:
+                    raise item
+                break
+            found.append(item)
+            items.popleft()
+        return found
 
 
 class ChoiceReader:
@@ -152,8 +161,11 @@ class ChoiceReader:
         session = self._session
         try:
             if session.is_plain and (way := self._open_way) and (say := way.text(self._index)):
-                texts = map(session.plain_text, token_ids)
-                if piece := b"".join([say(text) for text in texts if text]):
+                piece = b""
+                for token_id in token_ids:
+                    if text := session.plain_text(token_id):
+                        piece += say(text)
+                if piece:
                     way.outlet.write(piece)
             else:
                 self._tell(map(session.feed_token, token_ids))

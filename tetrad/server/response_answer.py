@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from itertools import starmap
 from typing import Any
 
 from tetrad.core.errors import TetradError
 from tetrad.server.blocks import Block, BlockEvent, BlockReader
-from tetrad.server.choices import Choice, generate
+from tetrad.server.choices import Choice, Deltas, generate
 from tetrad.server.encoding import event
 from tetrad.server.push import Outlet, ShortWay
 from tetrad.server.responses_protocol import ResponsesBody
@@ -57,14 +58,15 @@ class ResponseAnswer:
     async def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
         """The events of its stream."""
         short_way = ShortWay(self._render_delta, outlet) if outlet else None
-        async with aclosing(self._blocks(short_way)) as happenings:
-            async for happened in happenings:
-                if happened is None:
+        has_begun = False
+        async with aclosing(self._deltas(short_way)) as found:
+            async for deltas in found:
+                if not has_begun:
+                    has_begun = True
                     yield self._event("response.created", response=self.value())
                     yield self._event("response.in_progress", response=self.value())
-                else:
-                    for piece in self._render(happened):
-                        yield piece
+                if pieces := b"".join(starmap(self._render_delta, deltas)):
+                    yield pieces
         yield self._event(f"response.{self.status}", response=self.value())
 
     def _render_delta(self, _index: int, delta: Delta) -> bytes:
@@ -78,25 +80,20 @@ class ResponseAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """The complete response."""
-        async with aclosing(self._blocks()) as happenings:
-            async for _ in happenings:
-                pass
+        async with aclosing(self._deltas()) as found:
+            async for deltas in found:
+                for _, delta in deltas:
+                    for _happened in self._reader.feed(delta):
+                        pass
         return self.value()
 
-    async def _blocks(
-        self, short_way: ShortWay | None = None
-    ) -> AsyncGenerator[BlockEvent | None, None]:
-        """What happens to blocks, but for what goes by `short_way`; None when it has begun."""
-        has_begun = False
+    async def _deltas(self, short_way: ShortWay | None = None) -> Deltas:
+        """What steps add, but for what goes by `short_way`; then the response has ended."""
         choices = (self._choice,)
-        async with aclosing(generate(self._service, ROUTE, choices, short_way)) as deltas:
-            async for _, delta in deltas:
-                if not has_begun:
-                    has_begun = True
-                    yield None
-                self._finish = delta.finish
-                for happened in self._reader.feed(delta):
-                    yield happened
+        async with aclosing(generate(self._service, ROUTE, choices, short_way)) as found:
+            async for deltas in found:
+                self._finish = deltas[-1][1].finish
+                yield deltas
         is_cut = self._finish is not None and self._finish.reason in ("length", "abort")
         self._end("incomplete" if is_cut else "completed")
 
