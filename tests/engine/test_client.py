@@ -19,9 +19,11 @@ from tests.engine.fakes import expected_output, make_request
 from tests.factories import tiny_glm_folder
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError, ConfigError, EngineDiedError, RequestError
-from tetrad.core.messages import EngineProgress
+from tetrad.core.messages import AbortRequests, AddRequests, EngineProgress, Message
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.client import EngineClient
+from tetrad.engine.sinks import Outputs
+from tetrad.engine.wire import decode
 
 SOON_S = 30.0
 """Upper bound on what takes milliseconds, so that a hang fails."""
@@ -127,6 +129,28 @@ async def test_a_crowd_of_which_a_third_leaves_midway(client: EngineClient):
     state = await client.state()
     assert (state["running_requests"], state["waiting_requests"], state["used_pages"]) == (0, 0, 0)
     assert state["integrity"] == "ok"
+
+
+async def test_who_begins_in_one_turn_is_told_of_in_one_message(client: EngineClient, monkeypatch):
+    """Before anything else is said: who leaves at once must not be forgotten before it is known."""
+    sent: list[Message] = []
+    whole = SimpleNamespace(send=lambda frame, _flags: sent.append(decode(frame)))
+    monkeypatch.setattr(client, "_outgoing", whole)
+    sink = Outputs("a")
+    leaves = [client.begin(make_request(rid, 3), sink) for rid in "abc"]
+    assert not sent
+    leaves[1]()
+    leave = client.begin(make_request("d", 3), sink)
+    await asyncio.sleep(0)
+    match sent:
+        case [AddRequests([a, b, c]), AbortRequests([left]), AddRequests([d])]:
+            assert [r.client_rid for r in (a, b, c, d)] == ["a", "b", "c", "d"]
+            assert left == b.rid
+        case _:
+            raise AssertionError(sent)
+    monkeypatch.undo()
+    for each in (*leaves, leave):
+        each()
 
 
 async def test_flush(client: EngineClient):

@@ -122,7 +122,7 @@ class FakeEngine:
             if not is_over:
                 self.aborted.append(request.rid)
 
-    async def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
+    def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
         """Tell `sink` what `generate` gives, plain tokens as such."""
         task = asyncio.create_task(self._push(request, sink))
         self._pushing.add(task)

@@ -75,6 +75,8 @@ class EngineLink:
         self._numbers: dict[str, int] = {}
         """By the name that the request has in the engine."""
         self._num_requests = 0
+        self._new: list[Request] = []
+        """Those that began in this turn of the event loop, which the engine is told together."""
         self._turns = Turns(asyncio.get_running_loop())
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
@@ -106,9 +108,10 @@ class EngineLink:
         """Seconds since the engine last said anything; it does so at least once a second."""
         return time.monotonic() - self._last_message_at
 
-    async def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
-        """Have the engine serve `request`; `sink` hears what it gets. Returns what is to be called
-        when nobody wants more of it, which aborts it unless it is over. Raises EngineDiedError.
+    def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
+        """Have the engine serve `request`; `sink` hears what it gets, or why it gets nothing.
+        Returns what is to be called when nobody wants more of it, which aborts it unless it is
+        over.
 
         In the engine the request has a name of its own, never used again: what the engine still
         sends for one that was left must not reach a later one of the same rid. The engine refuses a
@@ -116,20 +119,12 @@ class EngineLink:
         """
         self._num_requests += 1
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
-        stream = Stream(self._num_requests % NUMBERS, name, sink)
-        self._streams[stream.number], self._numbers[name] = stream, stream.number
-        named = replace(
-            request,
-            rid=name,
-            client_rid=request.rid,
-            number=stream.number,
-            worker=self._worker,
-        )
-        try:
-            await self._tell(AddRequests([named]))
-        except BaseException:
-            self._leave(stream)
-            raise
+        number = self._numbers[name] = self._num_requests % NUMBERS
+        stream = self._streams[number] = Stream(number, name, sink)
+        if not self._new:
+            asyncio.get_running_loop().call_soon(self._send_new)
+        request = replace(request, rid=name, client_rid=request.rid, worker=self._worker)
+        self._new.append(replace(request, number=number))
         return partial(self._leave, stream)
 
     def _leave(self, stream: Stream) -> None:
@@ -148,7 +143,7 @@ class EngineLink:
         EngineDiedError if the engine dies. Leaving the iterator early aborts the request.
         """
         outputs = Outputs(request.rid)
-        leave = await self.begin(request, outputs)
+        leave = self.begin(request, outputs)
         try:
             async for output in outputs.read():
                 yield output
@@ -171,7 +166,10 @@ class EngineLink:
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = reply
         try:
-            await self._tell(call)
+            try:
+                self._send(call)
+            except EngineDiedError as error:
+                raise await self._reason(error) from None
             return await reply
         finally:
             del self._calls[call.call_id]
@@ -209,7 +207,19 @@ class EngineLink:
         task.add_done_callback(self._has_ended)
         self._tasks.append(task)
 
+    def _send_new(self) -> None:
+        new, self._new = self._new, []
+        if new and not self._is_stopping:
+            try:
+                self._send(AddRequests(new))
+            except EngineDiedError as error:
+                self._keep(self._fail_soon(error))
+
+    async def _fail_soon(self, error: EngineDiedError) -> None:
+        self.fail(await self._reason(error))
+
     def _send(self, message: Message) -> None:
+        self._send_new()
         if self.died.done():
             raise self.died.result()
         try:
@@ -217,14 +227,11 @@ class EngineLink:
         except zmq.ZMQError:
             raise EngineDiedError("The engine process no longer listens.") from None
 
-    async def _tell(self, message: Message) -> None:
-        """Send it. Everyone is told one reason when the engine is gone, also who comes between its
-        death and the news of it."""
-        try:
-            self._send(message)
-        except EngineDiedError as error:
-            await asyncio.wait({self.died}, timeout=NEWS_WAIT_S)
-            raise (self.died.result() if self.died.done() else error) from None
+    async def _reason(self, error: EngineDiedError) -> EngineDiedError:
+        """Everyone is told one reason when the engine is gone, also who comes between its death and
+        the news of it."""
+        await asyncio.wait({self.died}, timeout=NEWS_WAIT_S)
+        return self.died.result() if self.died.done() else error
 
     def _read(self) -> None:
         """Take what the engine sent. The descriptor tells only of what comes to an empty socket, so

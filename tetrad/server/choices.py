@@ -107,12 +107,12 @@ async def generate(
         running = _Running(service.engine, choices, readers)
         try:
             waiting = _waiting(choices, shares=not service.config.disable_radix_cache)
-            await running.begin(set(range(len(choices))).difference(*waiting.values()))
+            running.begin(set(range(len(choices))).difference(*waiting.values()))
             num_open = len(choices)
             while num_open:
                 deltas = await inbox.get()
                 for index, delta in deltas:
-                    await running.begin(waiting.pop(index, ()))
+                    running.begin(waiting.pop(index, ()))
                     if delta.finish is not None:
                         num_open -= 1
                         running.leave(index)
@@ -170,14 +170,14 @@ class _Running:
         self._readers = readers
         self._leave: dict[int, Callable[[], None]] = {}
 
-    async def begin(self, indexes: Iterable[int]) -> None:
+    def begin(self, indexes: Iterable[int]) -> None:
         """Have the engine serve these, unless an operator has ended the request meanwhile."""
         for index in indexes:
             request, reader = self._choices[index].request, self._readers[index]
             if arrival().finish == "abort":
                 reader.take(RequestOutput(request.rid, (), finish=ABORTED))
             else:
-                self._leave[index] = await self._engine.begin(request, reader)
+                self._leave[index] = self._engine.begin(request, reader)
 
     def leave(self, index: int) -> None:
         """Nothing more of this one is wanted."""

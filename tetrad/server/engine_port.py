@@ -51,9 +51,9 @@ class EnginePort(Protocol):
     def died(self) -> asyncio.Future[EngineDiedError]:
         """Done when it ended unasked."""
 
-    async def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
-        """Serve a request; `sink` hears what it gets. Returns what is to be called when nobody
-        wants more of it, which aborts it unless it is over. Raises EngineDiedError."""
+    def begin(self, request: Request, sink: Sink) -> Callable[[], None]:
+        """Serve a request; `sink` hears what it gets, or why it gets nothing. Returns what is to be
+        called when nobody wants more of it, which aborts it unless it is over."""
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, up to the one with `finish`. Closing it early aborts the request.
