@@ -223,7 +223,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--paced-streams", type=numbers, default=[64, 512])
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--cores", default="1,2", help="1, 2 or both")
-    parser.add_argument("--rate-step-ms", type=float, default=1.0)
+    parser.add_argument("--rate-step-ms", type=float, default=0.5)
     parser.add_argument("--pace-step-ms", type=float, default=40.0)
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
