@@ -212,7 +212,7 @@ def report(options: argparse.Namespace) -> Iterator[str]:
     layout = LAYOUTS["2"]
     yield f"\na step of {options.pace_step_ms:g} ms, {layout.name}: median time to first token, ms"
     yield f" streams      at {FEW}     at all      added       tok/s"
-    for streams in options.paced_streams:
+    for streams in options.paced_streams or [few for few in options.streams if few <= 512]:
         yield added_ttft(streams, layout, options)
 
 
@@ -220,7 +220,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--streams", type=numbers, default=[64, 512, 2048])
-    parser.add_argument("--paced-streams", type=numbers, default=[64, 512])
+    parser.add_argument("--paced-streams", type=numbers, help="those of --streams up to 512")
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--cores", default="1,2", help="1, 2 or both")
     parser.add_argument("--rate-step-ms", type=float, default=0.5)

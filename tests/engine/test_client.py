@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,6 +152,25 @@ async def test_who_begins_in_one_turn_is_told_of_in_one_message(client: EngineCl
     monkeypatch.undo()
     for each in (*leaves, leave):
         each()
+
+
+async def test_one_that_cannot_be_told_keeps_nobody_waiting(client: EngineClient):
+    good = [asyncio.create_task(collect(client, make_request(rid, 3))) for rid in "ac"]
+    bad = replace(make_request("b", 3), priority=1 << 70)
+    await asyncio.sleep(0)
+    with pytest.raises(OverflowError):
+        await collect(client, bad)
+    assert client._streams.keys() == {1, 2}
+    assert all([(await task)[-1].finish for task in good])
+
+
+async def test_who_begins_while_the_engine_is_stopped_is_told():
+    client = await FakeEngineClient.start(ServeConfig())
+    stopping = asyncio.create_task(client.stop())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineDiedError, match="was stopped"):
+        await collect(client, make_request("a", 3))
+    await stopping
 
 
 async def test_flush(client: EngineClient):

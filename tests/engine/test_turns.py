@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ class Loop:
     def call_soon(self, call: Callable[[], None]) -> None:
         self.soon.append(call)
 
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> object:
-        self.later.append((self.now + delay_s, call))
-        return call
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> SimpleNamespace:
+        timer = (self.now + delay_s, call)
+        self.later.append(timer)
+        return SimpleNamespace(cancel=lambda: self.later.remove(timer))
 
     def turn(self) -> None:
         soon, self.soon = self.soon, []
@@ -108,6 +110,29 @@ def test_a_rest_is_short_however_long_it_took():
     assert served.loop.now == pytest.approx(100.1)
     served.step(1)
     assert [at for at, _ in served.loop.later] == [pytest.approx(100.1 + MOST_REST_S)]
+
+
+def test_whoever_has_nothing_to_hand_out_does_not_end_a_rest():
+    """A heartbeat, or what only begins somebody."""
+    served = Served(10, 0.0001)
+    served.step(0)
+    served.turns.go()
+    served.output(3, 7)
+    served.step(1)
+    assert [told.heard for told in served.told[:3]] == [[[0]]] * 3
+    assert [at for at, _ in served.loop.later] == [pytest.approx(100.002)]
+
+
+def test_the_end_of_one_rest_is_not_that_of_the_next():
+    """A message may come after a rest before its timer does."""
+    served = Served(10, 0.0001)
+    served.step(0)
+    served.step(1)
+    served.loop.now = 100.0021
+    served.step(2)
+    assert served.told[0].heard == [[0], [1, 2]]
+    served.step(3)
+    assert [at for at, _ in served.loop.later] == [pytest.approx(100.0041)]
 
 
 def test_who_begins_or_ends_does_not_rest_and_keeps_the_order():

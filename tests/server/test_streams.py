@@ -175,6 +175,28 @@ async def test_what_came_together_is_written_together(monkeypatch: pytest.Monkey
     assert [piece async for piece in found] == [b"0a ", b"0b 0c "]
 
 
+async def test_long_events_are_written_one_by_one_and_others_have_their_turns(monkeypatch):
+    """What a slow client has left waiting would be one write of hundreds of megabytes."""
+    monkeypatch.setattr(push, "SHARE_S", -1.0)
+    turns: list[int] = []
+    rendered: list[int] = []
+
+    async def other() -> None:
+        while len(rendered) < 64:
+            turns.append(len(rendered))
+            await asyncio.sleep(0)
+
+    def render(index: int, _delta: Delta) -> bytes:
+        rendered.append(index)
+        return bytes(push.MOST_BYTES // 2)
+
+    task = asyncio.create_task(other())
+    found = push.together(render, [(n, Delta()) for n in range(64)])
+    assert [len(piece) async for piece in found] == [push.MOST_BYTES] * 32
+    await task
+    assert len(turns) > 60
+
+
 async def test_an_error_comes_after_what_came_before_it():
     inbox = push.Inbox()
     for text in "abc":

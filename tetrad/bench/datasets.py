@@ -11,14 +11,7 @@ from tetrad.bench.prefixes import draw_groups
 from tetrad.bench.rates import covered, parse_profile
 from tetrad.bench.tokens import Vocabulary
 from tetrad.bench.trace import read_trace
-from tetrad.bench.workload import (
-    DEFAULT_NUM_PROMPTS,
-    Prompt,
-    Seeds,
-    draw,
-    known,
-    random_lengths,
-)
+from tetrad.bench.workload import DEFAULT_NUM_PROMPTS, Prompt, Seeds, draw, known, random_lengths
 
 WARMUP_OUTPUT_TOKENS = 32
 FILES = ("sharegpt", "custom", "openai")

@@ -19,13 +19,7 @@ import zmq
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError
-from tetrad.core.messages import (
-    FIRST_WORKER,
-    EngineProgress,
-    Shutdown,
-    WorkerJoined,
-    WorkerLeft,
-)
+from tetrad.core.messages import FIRST_WORKER, EngineProgress, Shutdown, WorkerJoined, WorkerLeft
 from tetrad.core.option import secrets
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S
 from tetrad.engine.child import environment

@@ -37,13 +37,14 @@ from tetrad.core.messages import (
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.sinks import Outputs, Sink, Stream
 from tetrad.engine.turns import Turns
-from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode, plain_tokens
+from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode, encoded, plain_tokens
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.005
 MESSAGES_A_TURN = 16
 NUMBERS = 1 << 32
+STOPPED = "The engine was stopped."
 NEWS_WAIT_S = 5.0
 """How long the reason may take to come after the engine's sockets are gone."""
 
@@ -119,12 +120,14 @@ class EngineLink:
         """
         self._num_requests += 1
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
-        number = self._numbers[name] = self._num_requests % NUMBERS
+        number = self._num_requests % NUMBERS
+        request = replace(request, rid=name, client_rid=request.rid, worker=self._worker)
+        named = encoded(replace(request, number=number))
+        self._numbers[name] = number
         stream = self._streams[number] = Stream(number, name, sink)
         if not self._new:
             asyncio.get_running_loop().call_soon(self._send_new)
-        request = replace(request, rid=name, client_rid=request.rid, worker=self._worker)
-        self._new.append(replace(request, number=number))
+        self._new.append(named)
         return partial(self._leave, stream)
 
     def _leave(self, stream: Stream) -> None:
@@ -190,7 +193,7 @@ class EngineLink:
     async def stop(self) -> None:
         """Speak to the engine no more. Open requests get an error."""
         self._is_stopping = True
-        self.fail(EngineDiedError("The engine was stopped."))
+        self.fail(EngineDiedError(STOPPED))
         await self._close()
 
     def _open(self) -> None:
@@ -209,7 +212,9 @@ class EngineLink:
 
     def _send_new(self) -> None:
         new, self._new = self._new, []
-        if new and not self._is_stopping:
+        if new and self._is_stopping:
+            self.fail(EngineDiedError(STOPPED))
+        elif new:
             try:
                 self._send(AddRequests(new))
             except EngineDiedError as error:

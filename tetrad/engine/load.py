@@ -261,11 +261,7 @@ class _ReadMeter:
 
 
 def _lay_out_cache(
-    config: ServeConfig,
-    model: Model,
-    device: torch.device,
-    dtype: torch.dtype,
-    keys: KeyFormat,
+    config: ServeConfig, model: Model, device: torch.device, dtype: torch.dtype, keys: KeyFormat
 ) -> tuple[CacheLayout, MemoryUse]:
     memory = device_memory(device)
     is_gpu = device.type == "cuda"
@@ -280,11 +276,7 @@ def _lay_out_cache(
 
 
 def _make_cache(
-    arch: Arch,
-    layout: CacheLayout,
-    device: torch.device,
-    dtype: torch.dtype,
-    keys: KeyFormat,
+    arch: Arch, layout: CacheLayout, device: torch.device, dtype: torch.dtype, keys: KeyFormat
 ) -> KvCache:
     try:
         # One page more than sequences get: padding of recorded steps is written there.

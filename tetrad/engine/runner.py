@@ -23,13 +23,7 @@ ModelCall = Callable[[ForwardBatch, KvCache], Tensor]
 class Runner:
     """Owns the model, its cache, the recorded decode steps and the sampler."""
 
-    def __init__(
-        self,
-        model: ModelCall,
-        cache: KvCache,
-        ops: OpSet,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: ModelCall, cache: KvCache, ops: OpSet, device: torch.device) -> None:
         self.model = model
         self.cache = cache
         self.graphs: DecodeGraphs | None = None

@@ -56,7 +56,7 @@ class Turns:
 
     def _turn(self) -> None:
         due, due_first, began_at = self._due, self._due_first, self._clock()
-        now, self._is_next = began_at, False
+        now, self._is_next, has_due = began_at, False, bool(due)
         while due_first or (due and now >= self._rests_until):
             if now > began_at + TURN_S:
                 self._is_next = True
@@ -65,10 +65,13 @@ class Turns:
             (due_first or due).popleft().hand_out()
             now = self._clock()
         self._spent_s += now - began_at
-        if not due:
+        if has_due and not due:
             self._rests_until = now + min(self._spent_s, MOST_REST_S)
             self._spent_s = 0.0
-        elif not self._is_next and self._timer is None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif due and not self._is_next and self._timer is None:
             self._timer = self._loop.call_later(self._rests_until - now, self._has_rested)
 
     def _has_rested(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import reduce
 from operator import or_
+from typing import cast
 
 import msgspec
 
 from tetrad.core.messages import Message, StepOutputs
+from tetrad.core.request import Request
 
 INBOX = "to-engine"
 """Begins the name of a socket file inside the private folder that all processes know: of the
@@ -23,6 +25,11 @@ _decoder = msgspec.msgpack.Decoder(reduce(or_, Message.__subclasses__()))
 def encode(message: Message) -> bytes:
     """As it travels."""
     return _encoder.encode(message)
+
+
+def encoded(request: Request) -> Request:
+    """For a message to be encoded: one that cannot be fails here, alone."""
+    return cast(Request, msgspec.Raw(_encoder.encode(request)))
 
 
 def decode(frame: bytes) -> Message:

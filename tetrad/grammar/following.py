@@ -19,14 +19,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from tetrad.grammar.layout import (
-    ALLOWED,
-    DEAD_END,
-    HEADER_WORDS,
-    NOBODY,
-    REJECTED,
-    mask_words,
-)
+from tetrad.grammar.layout import ALLOWED, DEAD_END, HEADER_WORDS, NOBODY, REJECTED, mask_words
 from tetrad.grammar.vocabulary import (
     BLANKS,
     breaks_json,

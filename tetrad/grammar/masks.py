@@ -21,14 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tetrad.grammar.compiler import Compiled, Compiler
-from tetrad.grammar.layout import (
-    ENDED,
-    GIVEN_UP,
-    HEADER_WORDS,
-    NOBODY,
-    WORD_BYTES,
-    mask_words,
-)
+from tetrad.grammar.layout import ENDED, GIVEN_UP, HEADER_WORDS, NOBODY, WORD_BYTES, mask_words
 from tetrad.grammar.wire import channel, memory_file, receive, send
 
 _log = logging.getLogger(__name__)

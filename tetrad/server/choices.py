@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import starmap
 
 from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams
@@ -15,7 +14,16 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
-from tetrad.server.push import ChoiceReader, Inbox, Outlet, Render, ShortWay, Texts, no_texts
+from tetrad.server.push import (
+    ChoiceReader,
+    Inbox,
+    Outlet,
+    Render,
+    ShortWay,
+    Texts,
+    no_texts,
+    together,
+)
 from tetrad.server.service import Service
 from tetrad.server.session import Delta, GenerationError, Session
 
@@ -141,7 +149,7 @@ async def pieces(
     short_way = ShortWay(render, outlet, text) if outlet else None
     async with aclosing(generate(service, route, choices, short_way)) as found:
         async for deltas in found:
-            if piece := b"".join(starmap(render, deltas)):
+            async for piece in together(render, deltas):
                 yield piece
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from itertools import starmap
 from typing import Any
 
 from starlette.requests import Request
@@ -23,7 +22,7 @@ from tetrad.server.encoding import TextEvent, event
 from tetrad.server.failures import anthropic_body, http_status
 from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of
 from tetrad.server.protocol import ChatBody
-from tetrad.server.push import Outlet, ShortWay
+from tetrad.server.push import Outlet, ShortWay, together
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
 
@@ -86,8 +85,8 @@ class _Answer:
                     )
                     yield event({"type": "ping"}, "ping")
                 self._finish = deltas[-1][1].finish
-                if pieces := b"".join(starmap(self._render, deltas)):
-                    yield pieces
+                async for piece in together(self._render, deltas):
+                    yield piece
         end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield event(end, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")

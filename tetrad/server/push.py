@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,9 @@ BODY = "tetrad.body"
 """Where in the state of its scope a request finds the outlet of its connection, if there is one."""
 
 SHARE_S = 0.005
+MOST_BYTES = 65536
+"""Written together, but for the last event of them: as much as a transport holds before it asks for
+patience."""
 MOST_AT_ONCE = 64
 """Items that are written together."""
 
@@ -118,6 +121,24 @@ class Inbox:
             found.append(item)
             items.popleft()
         return found
+
+
+async def together(
+    render: Render, deltas: Sequence[tuple[int, Delta]]
+) -> AsyncGenerator[bytes, None]:
+    """Their events, which are written together unless they are long, or take long to make: then
+    others have a turn in between."""
+    piece, began_at = b"", time.monotonic()
+    for index, delta in deltas:
+        piece += render(index, delta)
+        if len(piece) >= MOST_BYTES:
+            yield piece
+            piece = b""
+        if time.monotonic() - began_at > SHARE_S:
+            await asyncio.sleep(0)
+            began_at = time.monotonic()
+    if piece:
+        yield piece
 
 
 class ChoiceReader:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from itertools import starmap
 from typing import Any
 
 from tetrad.core.errors import TetradError
 from tetrad.server.blocks import Block, BlockEvent, BlockReader
 from tetrad.server.choices import Choice, Deltas, generate
 from tetrad.server.encoding import event
-from tetrad.server.push import Outlet, ShortWay
+from tetrad.server.push import Outlet, ShortWay, together
 from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
@@ -65,8 +64,8 @@ class ResponseAnswer:
                     has_begun = True
                     yield self._event("response.created", response=self.value())
                     yield self._event("response.in_progress", response=self.value())
-                if pieces := b"".join(starmap(self._render_delta, deltas)):
-                    yield pieces
+                async for piece in together(self._render_delta, deltas):
+                    yield piece
         yield self._event(f"response.{self.status}", response=self.value())
 
     def _render_delta(self, _index: int, delta: Delta) -> bytes:
@@ -128,7 +127,8 @@ class ResponseAnswer:
 
     def _why_incomplete(self) -> dict[str, Any] | None:
         """None also if an operator ended it."""
-        is_cut = self._finish is not None and self._finish.reason == "length"
+        finish = self._finish if self.status == "incomplete" else None
+        is_cut = finish is not None and finish.reason == "length"
         return {"reason": "max_output_tokens"} if is_cut else None
 
     def _asked(self) -> dict[str, Any]:

@@ -21,12 +21,7 @@ from tetrad.server.bodies import read_body
 from tetrad.server.conversation import chat_choices, translated
 from tetrad.server.encoding import json_bytes
 from tetrad.server.response_answer import ROUTE, ResponseAnswer
-from tetrad.server.responses_protocol import (
-    ChatMessages,
-    ResponsesBody,
-    answer_message,
-    chat_of,
-)
+from tetrad.server.responses_protocol import ChatMessages, ResponsesBody, answer_message, chat_of
 from tetrad.server.service import Service
 from tetrad.server.shelf import Shelf
 
