@@ -148,6 +148,8 @@ async def test_a_stream_joins_to_the_whole(
     assert in_progress["type"] == "response.in_progress"
     assert created["response"]["status"] == in_progress["response"]["status"] == "in_progress"
     assert created["response"]["output"] == []
+    empty = ("completed_at", "error", "incomplete_details", "usage")
+    assert {created["response"][field] for field in empty} == {None}
     assert end["type"] == f"response.{'incomplete' if fields else 'completed'}"
     assert joined(pieces) == end["response"]["output"]
     assert without_ids(end["response"]) == without_ids(whole)
