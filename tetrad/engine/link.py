@@ -121,8 +121,9 @@ class EngineLink:
         self._num_requests += 1
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
         number = self._num_requests % NUMBERS
-        request = replace(request, rid=name, client_rid=request.rid, worker=self._worker)
-        named = encoded(replace(request, number=number))
+        named = encoded(
+            replace(request, rid=name, client_rid=request.rid, number=number, worker=self._worker)
+        )
         self._numbers[name] = number
         stream = self._streams[number] = Stream(number, name, sink)
         if not self._new:
