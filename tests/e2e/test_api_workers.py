@@ -263,14 +263,19 @@ async def test_sigterm_lets_the_running_finish_on_both(tmp_path):
         streams = await spread(server, 16, 120)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(until, lambda: "Ending: 16 open requests" in server.log)
-        codes = [await asyncio.to_thread(status, server, "/health") for _ in range(8)]
-        assert set(codes) == {503}
+        await asyncio.to_thread(until, lambda: takes_nobody(server))
+        assert not any(stream.is_complete for stream in streams), "it took until they had ended"
         for stream in streams:
             events = await stream.task
             assert stream.is_complete
             assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 120}
         assert await asyncio.to_thread(server.process.wait, 30) == 0, server.log
     assert "Traceback" not in server.log
+
+
+def takes_nobody(server: Served) -> bool:
+    """Whether none of its processes takes new requests: it tells the others so, one by one."""
+    return {status(server, "/health") for _ in range(24)} == {503}
 
 
 def status(server: Served, path: str) -> int:

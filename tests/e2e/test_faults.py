@@ -21,7 +21,16 @@ import pytest
 
 from tests.e2e.conftest import Served, serving
 from tests.e2e.scripted import NULL, Stream, begin
-from tests.e2e.test_api_workers import family, is_over, listens, status, until, words_of, workers
+from tests.e2e.test_api_workers import (
+    family,
+    is_over,
+    listens,
+    status,
+    takes_nobody,
+    until,
+    words_of,
+    workers,
+)
 from tetrad.cli.child import free_port
 from tetrad.data import embedded_model
 
@@ -238,6 +247,8 @@ async def test_sigterm_during_load_refuses_newcomers_and_ends_with_0(tmp_path):
         tasks = await begin(running)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(until, lambda: "Ending: 24 open requests" in server.log)
+        await asyncio.to_thread(until, lambda: takes_nobody(server))
+        assert not any(stream.is_complete for stream in running), "it took until they had ended"
         late = [await Stream(server.url, 100 + n).run() for n in range(20)]
         refused = [stream for stream in late if stream.status]
         assert {s.status for s in refused} == {503}
