@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -63,14 +64,16 @@ def backend(splits: int) -> Backend:
     return Backend("gluon", partial(mla_gluon.attend, num_splits=splits))
 
 
-def with_whole_groups(each: Case) -> Case:
-    """The kernel for FP8 keys is written for latents of whole groups of 128 columns."""
-    return each if each["keys"] != FP8 else replace(each, values={**each.values, "C": 256})
+def as_made_for(each: Case) -> Case:
+    """Weights of a tile take the place of its rotary keys; the kernel for FP8 keys is written for
+    latents of whole groups of 128 columns."""
+    wide = {"C": 256} if each["keys"] == FP8 else {}
+    return replace(each, values={**each.values, "R": 64, **wide})
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("each", [*map(with_whole_groups, SMALL_CASES)], ids=lambda each: each.name)
+@pytest.mark.parametrize("each", [*map(as_made_for, SMALL_CASES)], ids=lambda each: each.name)
 def test_case(each: Case, splits: int):
     (result,) = try_case(MLA, backend(splits), each, torch.float32, CPU)
     assert result.passes(MLA.contract.tolerance["float32"]), result
@@ -122,8 +125,11 @@ def test_compiles(
     no atomic; all fits."""
     attend = compiled(glm_inputs(topk, keys=keys), splits, tmp_path, monkeypatch)[0]
     products = re.findall(r"wgmma\.mma_async\.\S*?(m64n\d+)k16\S+\s+\{[^}]*\},\s*(\S)", attend.ptx)
-    assert {(shape, operand) for shape, operand in products} == {("m64n32", "%"), ("m64n256", "%")}
-    assert len(products) == (512 + 64) // 16 + 64 // 16
+    scores, values = (512 + 64) // 16, 64 // 16
+    expected = {("m64n32", "%"): scores, ("m64n256", "%"): values}
+    if keys == ACTIVATION:
+        expected = {("m64n64", "%"): scores, ("m64n128", "%"): 4 * values}
+    assert Counter(products) == expected
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", attend.ptx)) == {"0"}
     assert not ptxas_complaints(attend, tmp_path)
     assert attend.stack_bytes <= (0 if keys == ACTIVATION else 192 if NEW_COMPILER else 32)
@@ -132,21 +138,26 @@ def test_compiles(
 
 
 @pytest.mark.parametrize("topk", [0, 2048])
-def test_warps_meet_where_they_share(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Copied keys are fenced, then all meet, before the next copies start and products read;
-    weights are fenced, then all meet, before they are read."""
+def test_parties_tell_each_other(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whoever reads what others wrote waits for it and fences it first; whoever tells of something
+    has all of its threads done with it, and fenced what they stored."""
     ptx = compiled(glm_inputs(topk), 1, tmp_path, monkeypatch)[0].ptx
-    start = ptx.index("cp.async.wait_group")
-    loop = ptx[start : ptx.index("bra", ptx.index("m64n256k16", start))]
     order = re.findall(
-        r"cp\.async\.wait_group|fence\.proxy\.async|bar\.sync|cp\.async\.cg|"
-        r"m64n32k16|m64n256k16|stmatrix|wgmma\.wait_group",
-        loop,
+        r"mbarrier\.try_wait|cp\.async\.mbarrier\.arrive|mbarrier\.arrive|fence\.proxy\.async|"
+        r"\bbar\.sync|cp\.async\.cg|m64n64k16|m64n128k16|stmatrix|wgmma\.wait_group",
+        ptx,
     )
-    steps = [step for step, _ in groupby(order)]
-    scores, values = " ".join(steps).split("stmatrix")
-    assert re.search(r"fence\.proxy\.async bar\.sync cp\.async\.cg .*m64n32k16", scores)
-    assert values.startswith(" fence.proxy.async bar.sync m64n256k16 wgmma.wait_group")
+    steps = " ".join(step for step, _ in groupby(order))
+    half = "cp.async.cg bar.sync cp.async.mbarrier.arrive"
+    scores = "mbarrier.try_wait fence.proxy.async m64n64k16"
+    assert f"mbarrier.try_wait {half} {half}" in steps
+    assert re.search(
+        f"{scores} (bar.sync )?{scores} wgmma.wait_group bar.sync "
+        "stmatrix fence.proxy.async bar.sync mbarrier.arrive",
+        steps,
+    )
+    values = "mbarrier.try_wait fence.proxy.async m64n128k16 wgmma.wait_group bar.sync"
+    assert steps.count(f"{values} mbarrier.arrive") == steps.count("m64n128k16") == 2
 
 
 @pytest.mark.parametrize("topk", [0, 2048])

@@ -1,13 +1,16 @@
 """Runs a Gluon kernel on torch, program by program: Gluon has no interpreter.
 
 Layouts are ignored, bf16 is not rounded, and copies are done when they are started: so it shows
-wrong addresses, masks and sums, but no race.
+wrong addresses, masks and sums, but no race. Parties of warps are threads, so that one which is not
+told of what it waits for waits in vain.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,6 +25,8 @@ EXACT = torch.float64
 """Stands for bf16 where a kernel computes."""
 STORED = {EXACT: torch.bfloat16}
 """What it is in memory that is all bytes."""
+IN_VAIN_S = 20.0
+"""Whoever waits for longer has been forgotten."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,70 @@ class Shared:
 
     def load(self, _layout: object) -> Tensor:
         return self.data
+
+
+@dataclass
+class Bar:
+    """One mbarrier."""
+
+    count: int = 0
+    """Arrivals that end a phase."""
+    missing: int = 0
+    phase: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+
+def init_bar(bar: Bar, count: int) -> None:
+    bar.count = bar.missing = count
+
+
+def arrive(bar: Bar, count: int = 1) -> None:
+    with bar.changed:
+        assert 0 < count <= bar.missing, "more arrive than a phase expects"
+        bar.missing -= count
+        if bar.missing == 0:
+            bar.phase, bar.missing = bar.phase + 1, bar.count
+            bar.changed.notify_all()
+
+
+def wait_for(bar: Bar, phase: Value, pred: Value = True) -> None:
+    """Until the phase of this parity has ended."""
+    if pred:
+        with bar.changed:
+            assert bar.changed.wait_for(lambda: bar.phase % 2 != phase, IN_VAIN_S), "forgotten"
+
+
+class Bars:
+    """Several of them in shared memory."""
+
+    def __init__(self, number: int) -> None:
+        self._bars = [Bar() for _ in range(number)]
+
+    def index(self, which: Value) -> Bar:
+        return self._bars[int(which)]
+
+
+def all_threads_arrive(bar: Bar, increment_count: bool) -> None:
+    """When copies are done, which they are."""
+    assert not increment_count
+    arrive(bar, bar.count)
+
+
+def in_parties(
+    functions: list[tuple[Callable[..., None], tuple[Any, ...]]],
+    worker_warps: list[int],
+    worker_registers: list[int],
+) -> None:
+    assert len(functions) == len(worker_warps) + 1 == len(worker_registers) + 1
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for party in [pool.submit(function, *arguments) for function, arguments in functions]:
+            party.result()
+
+
+def allocate(dtype: torch.dtype, shape: list[int], _layout: object) -> Shared | Bars:
+    if dtype == torch.int64:
+        return Bars(shape[0])
+    return Shared(torch.full(shape, torch.nan))
 
 
 def load(pointer: Pointer, mask: Value = True, other: Value = torch.nan) -> Tensor:
@@ -109,12 +178,13 @@ def language(program: int) -> SimpleNamespace:
         inline_asm_elementwise=fp8_numbers,
         int32=torch.int32, int64=torch.int64,
         BlockedLayout=nothing, SliceLayout=nothing, NVMMADistributedLayout=nothing,
-        NVMMASharedLayout=nothing,
+        NVMMASharedLayout=nothing, SwizzledSharedLayout=nothing,
+        static_range=range, num_warps=lambda: 4, warp_specialize=in_parties,
         program_id=lambda _axis: torch.tensor(program),
         arange=lambda first, end, layout: torch.arange(first, end),
         zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, _layout: torch.full(shape, value, dtype=dtype),
-        allocate_shared_memory=lambda _dtype, shape, _layout: Shared(torch.full(shape, torch.nan)),
+        allocate_shared_memory=allocate,
         convert_layout=lambda value, _layout, assert_trivial=False: value,
         cdiv=lambda size, part: (size + part - 1) // part,
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
@@ -133,7 +203,14 @@ HOPPER = SimpleNamespace(
     warpgroup_mma=product,
     warpgroup_mma_wait=lambda _number, deps: deps[0],
 )
-COPY = SimpleNamespace(wait_group=nothing_to_wait_for, commit_group=nothing_to_wait_for)
+COPY = SimpleNamespace(
+    wait_group=nothing_to_wait_for,
+    commit_group=nothing_to_wait_for,
+    mbarrier_arrive=all_threads_arrive,
+)
+MBARRIER = SimpleNamespace(
+    MBarrierLayout=nothing_to_wait_for, init=init_bar, arrive=arrive, wait=wait_for
+)
 
 CHAIN = SimpleNamespace(after_previous=nothing_to_wait_for, before_next=nothing_to_wait_for)
 
@@ -163,7 +240,7 @@ def _plain_functions(names: dict[str, Any], program: int) -> dict[str, Any]:
     """A module's globals, with its kernels as Python functions."""
     found = names | {
         "gl": language(program), "hopper": HOPPER, "copy": COPY, "start_copy": start_copy,
-        "barrier": nothing_to_wait_for, "chain": CHAIN,
+        "barrier": nothing_to_wait_for, "chain": CHAIN, "mbarrier": MBARRIER,
     }  # fmt: skip
     found |= {name: value.value for name, value in names.items() if isinstance(value, tl.constexpr)}
     kernels = {name: value for name, value in found.items() if hasattr(value, "arg_names")}

@@ -13,7 +13,7 @@ from tetrad.kernels.experts.decode import GATED_PTX
 
 __all__ = [
     "arrival", "barrier", "copy", "copy_tokens", "decode", "factors_of", "gl", "gluon", "hopper",
-    "in_turn", "is_last_part", "item_of", "jit", "refill", "rows_of", "size_of",
+    "in_turn", "is_last_part", "item_of", "jit", "mbarrier", "refill", "rows_of", "size_of",
     "start_copy", "store", "sum_of_parts", "token_at", "token_ring", "wait", "weight_rings",
 ]  # fmt: skip
 
@@ -22,12 +22,13 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.language.nvidia.ampere import async_copy as copy
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
     # the second names are those of Triton 3.6 to 3.8
     start_copy = getattr(copy, "async_load", None) or copy.async_copy_global_to_shared
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 except ImportError:
-    gluon = gl = hopper = copy = start_copy = barrier = None
+    gluon = gl = hopper = copy = mbarrier = start_copy = barrier = None
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -1,9 +1,13 @@
-"""Latent attention on Hopper, with the copies of keys where the work on the keys before hides them.
+"""Latent attention on Hopper by parties that each do one thing, so that the tensor cores have work
+while others wait for memory or turn scores into weights.
 
-As `triton.py`, with one loop written out: the copy of a tile of keys begins as soon as the tile
-before the last one is done with, and goes on under all of the last one's work. Both warpgroups
-compute half of the scores each, exchange weights through shared memory, and sum half of the values
-each; every operand of wgmma lies in shared memory.
+Four parties of four warps: `_copy` fills two buffers with tiles of keys, `_score` turns one tile
+after the other into weights, and two times `_values` sum the values, each half of their columns.
+Weights lie over the rotary keys of their tile, which nobody needs once it is scored.
+
+    _copy     keys 0 ▶ │ keys 1 ▶ │                 │ keys 2 ▶
+    _score             │ scores 0, weights 0 ▶ │ scores 1, weights 1 ▶ │ scores 2 …
+    _values                                    │ values 0 ▶ │          │ values 1 ▶
 """
 
 from __future__ import annotations
@@ -17,48 +21,189 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.kernels import chain
 from tetrad.kernels.backend import Backend
 from tetrad.kernels.experts.gluon import why_not
-from tetrad.kernels.experts.gluon_parts import barrier, copy, gl, hopper, jit, start_copy
+from tetrad.kernels.experts.gluon_parts import (
+    barrier,
+    copy,
+    gl,
+    hopper,
+    jit,
+    mbarrier,
+    start_copy,
+)
 from tetrad.kernels.mla import triton as portable
+from tetrad.kernels.mla.gluon_fp8 import WARPS as FP8_WARPS
 from tetrad.kernels.mla.gluon_fp8 import attend_fp8_kernel
 from tetrad.kernels.mla.gluon_parts import (
-    buffers,
-    finish,
-    fold,
-    load_queries,
     pages_of,
     part_of,
     place,
     positions,
     reach,
-    score_tile,
     seen_by,
+    slots_of,
+    store,
 )
 from tetrad.kernels.mla.tiles import WIDE
 from tetrad.kernels.ragged import Ragged
-from tetrad.kernels.triton_support import cdiv, next_power_of_2
+from tetrad.kernels.triton_support import cdiv, constexpr, next_power_of_2
 
 LATENT, ROTARY = 512, 64
 """Widths of the keys that it is written for."""
-WARPS = 8
 FEWEST_HEADS = 17
 """Fewer fill a tile of `triton.py`, which leaves less of its products empty. Decodes of as few as
 these are bound by the bytes of keys, however full the products."""
+PARTY_WARPS = 4
+WARPS = constexpr(PARTY_WARPS)
+SCORE_REGISTERS, VALUE_REGISTERS = constexpr(120), constexpr(168)
+"""Per thread, of `_score` and of each `_values`; 56 of 512 are left for `_copy`."""
 
 
 @jit()
-def _copy_keys(
-    latents, rotaries, stage, pool, position, page,
-    C: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
+def _start_columns(target, key, first_column, is_key, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start the copy of columns of rows; zeros where there is none."""
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    start_copy(target, key + first_column + column, mask=is_key & (column < WIDTH))
+
+
+@jit()
+def _copy(
+    slot, entry, queries, pool, chosen, pages, seen, end_key, num_tiles, row, first_head, q, keys,
+    here, free,
+    H: gl.constexpr, C: gl.constexpr, R: gl.constexpr, TOPK: gl.constexpr, BH: gl.constexpr,
+    BT: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile of keys; zeros where there is none, whatever the pool has there."""
-    slot = page.to(gl.int64) * PAGE + position % PAGE
-    key = (pool + slot * (C + R)).expand_dims(1)
-    is_key = (position >= 0).expand_dims(1)
-    column = gl.arange(0, C, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    start_copy(latents.index(stage), key + column, mask=is_key & (column < C))
-    column = gl.arange(0, R, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    start_copy(rotaries.index(stage), key + C + column, mask=is_key & (column < R))
-    copy.commit_group()
+    """Queries, then tiles of keys as buffers become free. `slot`: of the first, from `entry` on."""
+    HALF: gl.constexpr = C // 2
+    if num_tiles > 0:
+        head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, LAYOUT))
+        query = queries + (row.to(gl.int64) * H + head).expand_dims(1) * (C + R)
+        is_head = (head < H).expand_dims(1)
+        _start_columns(q[0], query, 0, is_head, HALF, LAYOUT)
+        _start_columns(q[1], query, HALF, is_head, HALF, LAYOUT)
+        _start_columns(q[2], query, C, is_head, R, LAYOUT)
+    for tile in range(num_tiles):
+        stage = tile % 2
+        key, is_key = (pool + slot * (C + R)).expand_dims(1), (slot >= 0).expand_dims(1)
+        entry += BT
+        position = positions(chosen, entry, end_key, seen, TOPK)
+        mbarrier.wait(free.index(stage), (tile // 2 + 1) % 2, pred=tile > 1)
+        _start_columns(keys[0].index(stage), key, 0, is_key, HALF, LAYOUT)
+        copy.mbarrier_arrive(here.index(stage), increment_count=False)
+        _start_columns(keys[1].index(stage), key, HALF, is_key, HALF, LAYOUT)
+        _start_columns(keys[2].index(stage), key, C, is_key, R, LAYOUT)
+        copy.mbarrier_arrive(here.index(2 + stage), increment_count=False)
+        page = pages_of(pages, position, PAGE)
+        slot = slots_of(position, page, PAGE)
+    copy.wait_group(0)
+
+
+@jit()
+def _score(
+    chosen, seen, first_key, end_key, num_tiles, factor, q, keys, notes, here, said, log_sums,
+    part, first_head,
+    H: gl.constexpr, TOPK: gl.constexpr, IS_SPLIT: gl.constexpr, BH: gl.constexpr,
+    BT: gl.constexpr,
+):  # fmt: skip
+    """The online softmax: weights of each tile, and what sums before it are multiplied with; at
+    last what all are."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    largest = gl.full([BH], -1e30, gl.float32, HEADS)
+    total = gl.zeros([BH], gl.float32, HEADS)
+    entry = first_key + gl.arange(0, BT, layout=gl.SliceLayout(0, SCORES))
+    for tile in range(num_tiles):
+        stage, phase = tile % 2, tile // 2 % 2
+        is_key = positions(chosen, entry, end_key, seen, TOPK) >= 0
+        entry += BT
+        scores = gl.zeros([BH, BT], gl.float32, SCORES)
+        mbarrier.wait(here.index(stage), phase)
+        hopper.fence_async_shared()
+        left, right = keys[0].index(stage), keys[1].index(stage)
+        rotary = keys[2].index(stage)
+        scores = hopper.warpgroup_mma(q[0], left.permute([1, 0]), scores, is_async=True)
+        mbarrier.wait(here.index(2 + stage), phase)
+        hopper.fence_async_shared()
+        scores = hopper.warpgroup_mma(q[1], right.permute([1, 0]), scores, is_async=True)
+        scores = hopper.warpgroup_mma(q[2], rotary.permute([1, 0]), scores, is_async=True)
+        scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+        scores = gl.where(is_key.expand_dims(0), scores * factor, -float("inf"))
+        raised = gl.maximum(largest, gl.max(scores, 1))
+        shares = gl.exp2(scores - raised.expand_dims(1))
+        shrink = gl.exp2(largest - raised)
+        rotary.store(shares.to(gl.bfloat16))
+        notes.index(stage).store(shrink)
+        hopper.fence_async_shared()
+        mbarrier.arrive(said.index(stage), count=1)
+        total = total * shrink + gl.sum(shares, 1)
+        largest = raised
+    chain.before_next()
+    is_empty = total == 0.0
+    total = gl.where(is_empty, 1.0, total)
+    notes.index(2).store(1.0 / total)
+    mbarrier.arrive(said.index(2), count=1)
+    if IS_SPLIT:
+        head = first_head + gl.arange(0, BH, layout=HEADS)
+        log_sum = gl.where(is_empty, -float("inf"), largest + gl.log2(total))
+        gl.store(log_sums + part.to(gl.int64) * H + head, log_sum, mask=head < H)
+
+
+@jit()
+def _values(
+    values, weights, notes, staging, said, free, num_tiles, out, row, part, first_head,
+    first_column,
+    H: gl.constexpr, C: gl.constexpr, IS_SPLIT: gl.constexpr, BH: gl.constexpr,
+):  # fmt: skip
+    """Sums of half the columns; a row that reads nothing gives zeros."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C // 4, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(1, VALUES)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    acc = gl.zeros([BH, C // 2], gl.float32, VALUES)
+    for tile in range(num_tiles):
+        stage = tile % 2
+        mbarrier.wait(said.index(stage), tile // 2 % 2)
+        hopper.fence_async_shared()
+        acc = acc * notes.index(stage).load(HEADS).expand_dims(1)
+        acc = hopper.warpgroup_mma(weights.index(stage), values.index(stage), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index(stage), count=1)
+    mbarrier.wait(said.index(2), 0)
+    acc = acc * notes.index(2).load(HEADS).expand_dims(1)
+    if IS_SPLIT:
+        if num_tiles > 0:
+            store(out, part, first_head, first_column, acc, H, C, C // 2, BH, VALUES)
+    else:
+        # Through shared memory, to write 16 bytes at a time: nobody needs the queries any more.
+        staging.store(acc.to(gl.bfloat16))
+        barrier()
+        half = staging.load(ROWS)
+        store(out, row, first_head, first_column, half, H, C, C // 2, BH, ROWS)
+
+
+@jit()
+def _bars(NUMBER: gl.constexpr, count: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(index), count=count)
+    return bars
+
+
+@jit()
+def _buffers(BH: gl.constexpr, BT: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
+    """Queries and two tiles of keys as wgmma reads them: left and right half of the latents, and
+    rotary numbers. A number for each head, three times: what sums are multiplied with."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    NOTE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = (
+        gl.allocate_shared_memory(gl.bfloat16, [BH, C // 2], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [BH, C // 2], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [BH, R], SHARED),
+    )
+    keys = (
+        gl.allocate_shared_memory(gl.bfloat16, [2, BT, C // 2], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [2, BT, C // 2], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [2, BT, R], SHARED),
+    )
+    return queries, keys, gl.allocate_shared_memory(gl.float32, [3, BH], NOTE)
 
 
 @jit(
@@ -73,53 +218,56 @@ def attend_kernel(
     BH: gl.constexpr, BT: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """As `triton.attend_kernel`; scores times `factor` are in powers of two."""
-    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BT // 2, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
+    COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # Left and right halves of both buffers are copied; both sums have read a buffer; a buffer's
+    # weights are there, and in the end what sums are multiplied with.
+    here, free, said = _bars(4, 32 * WARPS), _bars(2, 2), _bars(3, 1)
+    q, keys, notes = _buffers(BH, BT, C, R)
     first_head, row, part = place(num_splits, H, BH)
     seen, pages = seen_by(
         row, query_start, kv_lens, page_table, page_stride, num_sequences, ONE_EACH
     )
     chosen = selected + row.to(gl.int64) * TOPK
     first_key, end_key = part_of(seen if TOPK == 0 else TOPK, part % num_splits, num_splits, BT)
-    q_latent, q_rotary, k_latent, k_rotary, weights = buffers(BH, BT, C, R)
-    key = gl.arange(0, BT, layout=gl.SliceLayout(1, KEYS))
-    position = positions(chosen, first_key + key, end_key, seen, TOPK)
-    page = pages_of(pages, position, PAGE)
-    _copy_keys(k_latent, k_rotary, 0, pool, position, page, C, R, PAGE, KEYS)
-    position = positions(chosen, first_key + BT + key, end_key, seen, TOPK)
-    load_queries(queries, row, first_head, q_latent, q_rotary, H, C, R, BH, KEYS)
-    page = pages_of(pages, position, PAGE)
-    if TOPK > 0:
+    if TOPK > 0 and seen < TOPK:
         end_key = gl.minimum(end_key, reach(chosen, seen, TOPK, TOPK_PADDED))
-
-    largest = gl.full([BH], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([BH, BT], gl.float32, SCORES)
-    acc = gl.zeros([BH, C], gl.float32, VALUES)
-    column = gl.arange(0, BT, layout=gl.SliceLayout(0, SCORES))
-    for first in range(first_key, end_key, BT):
-        is_key = positions(chosen, first + column, end_key, seen, TOPK) >= 0
-        copy.wait_group(0)
-        hopper.fence_async_shared()
-        # Keys of this step are here for all, and all are done with those of the one before.
-        barrier()
-        stage = (first - first_key) // BT % 2
-        latents, rotaries = k_latent.index(stage), k_rotary.index(stage)
-        _copy_keys(k_latent, k_rotary, 1 - stage, pool, position, page, C, R, PAGE, KEYS)
-        position = positions(chosen, first + 2 * BT + key, end_key, seen, TOPK)
-        scores = score_tile(q_latent, q_rotary, latents, rotaries, BH, BT, SCORES)
-        scores = gl.where(is_key.expand_dims(0), scores * factor, -float("inf"))
-        largest, total, shrink = fold(scores, largest, total, weights)
-        page = pages_of(pages, position, PAGE)
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, VALUES)).expand_dims(1)
-        barrier()
-        acc = hopper.warpgroup_mma(weights, latents, acc, is_async=True)
-        # Not in the next step: ptxas would then wait for each single product.
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    copy.wait_group(0)
-    finish(
-        acc, total, largest, q_latent, out, log_sums, row, part, first_head,
-        first_key < end_key, H, C, BH, IS_SPLIT, KEYS, SCORES, VALUES,
+    num_tiles = gl.maximum(gl.cdiv(end_key - first_key, BT), 0)
+    entry = first_key + gl.arange(0, BT, layout=gl.SliceLayout(1, COPIED))
+    position = positions(chosen, entry, end_key, seen, TOPK)
+    slot = slots_of(position, pages_of(pages, position, PAGE), PAGE)
+    gl.warp_specialize(
+        [
+            (
+                _copy,
+                (
+                    slot, entry, queries, pool, chosen, pages, seen, end_key, num_tiles, row,
+                    first_head, q, keys, here, free, H, C, R, TOPK, BH, BT, PAGE, COPIED,
+                ),
+            ),
+            (
+                _score,
+                (
+                    chosen, seen, first_key, end_key, num_tiles, factor, q, keys, notes, here, said,
+                    log_sums, part, first_head, H, TOPK, IS_SPLIT, BH, BT,
+                ),
+            ),
+            (
+                _values,
+                (
+                    keys[0], keys[2], notes, q[0], said, free, num_tiles, out, row, part,
+                    first_head, 0, H, C, IS_SPLIT, BH,
+                ),
+            ),
+            (
+                _values,
+                (
+                    keys[1], keys[2], notes, q[1], said, free, num_tiles, out, row, part,
+                    first_head, C // 2, H, C, IS_SPLIT, BH,
+                ),
+            ),
+        ],
+        [WARPS, WARPS, WARPS],
+        [SCORE_REGISTERS, VALUE_REGISTERS, VALUE_REGISTERS],
     )  # fmt: skip
 
 
@@ -138,7 +286,8 @@ def attend(
     topk = 0 if selected is None else selected.shape[1]
     out, parts, log_sums = portable.outputs(queries, latent_rank, num_splits)
     assert pool.is_contiguous()
-    kernel = attend_fp8_kernel if pool.dtype == torch.uint8 else attend_kernel
+    is_fp8 = pool.dtype == torch.uint8
+    kernel = attend_fp8_kernel if is_fp8 else attend_kernel
     kernel[(num_rows * num_splits * cdiv(num_heads, WIDE.heads),)](
         queries.contiguous(),
         pool,
@@ -162,7 +311,7 @@ def attend(
         BH=WIDE.heads,
         BT=WIDE.keys,
         PAGE=PAGE_TOKENS,
-        num_warps=WARPS,
+        num_warps=FP8_WARPS if is_fp8 else PARTY_WARPS,
         **chain.options(),
     )
     if num_splits > 1:

@@ -1,8 +1,10 @@
-"""`gluon.py` for FP8 keys: their codes wait in registers, and are decoded under the last product.
+"""Latent attention on Hopper for FP8 keys: their codes wait in registers, and are decoded under the
+last product.
 
-Codes of a tile of keys are asked for under the first product of the tile before, which hides their
-way from memory. While the tensor cores sum the values of that tile, the codes become bf16 and go to
-the other buffer in shared memory.
+Both warpgroups compute half of the scores each, exchange weights through shared memory, and sum
+half of the values each. Codes of a tile of keys are asked for under the first product of the tile
+before, which hides their way from memory. While the tensor cores sum the values of that tile, the
+codes become bf16 and go to the other buffer in shared memory.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from tetrad.kernels.mla.gluon_parts import (
     positions,
     reach,
     seen_by,
+    slots_of,
     start_scores,
 )
+
+WARPS = 8
 
 
 @jit()
@@ -43,7 +48,7 @@ def _load_codes(
     keys. Zeros where there is no key, whatever the pool has there."""
     GROUPS: gl.constexpr = C // BLOCK
     BEHIND: gl.constexpr = C + GROUPS * 4
-    slot = gl.where(position >= 0, page.to(gl.int64) * PAGE + position % PAGE, -1)
+    slot = slots_of(position, page, PAGE)
     near = gl.convert_layout(slot, gl.SliceLayout(1, gl.SliceLayout(2, CODES)), assert_trivial=True)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     group = group.expand_dims(0)

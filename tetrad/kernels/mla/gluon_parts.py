@@ -23,7 +23,7 @@ def seen_by(
     chain.after_previous()
     sequence = row
     if not ONE_EACH:
-        VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+        VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         sequence = 0
         for first in range(0, num_sequences, 256):
             other = first + gl.arange(0, 256, layout=VECTOR)
@@ -41,7 +41,7 @@ def seen_by(
 def reach(chosen, seen, TOPK: gl.constexpr, TOPK_PADDED: gl.constexpr):
     """Entries of a selection up to the last that names a key. It also brings the selection near,
     before the loop asks for it a tile at a time."""
-    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     entry = gl.arange(0, TOPK_PADDED, layout=VECTOR)
     position = gl.load(chosen + entry, mask=entry < TOPK, other=-1)
     return gl.max(gl.where((position >= 0) & (position < seen), entry + 1, 0), 0)
@@ -60,6 +60,12 @@ def positions(chosen, entry, end, seen, TOPK: gl.constexpr):
 @jit()
 def pages_of(pages, position, PAGE: gl.constexpr):
     return gl.load(pages + position // PAGE, mask=position >= 0, other=0)
+
+
+@jit()
+def slots_of(position, page, PAGE: gl.constexpr):
+    """Where the keys at some positions lie in the pool, -1 where there is none."""
+    return gl.where(position >= 0, page.to(gl.int64) * PAGE + position % PAGE, -1)
 
 
 @jit()
@@ -85,16 +91,6 @@ def start_scores(
     scores = gl.zeros([BH, BT], gl.float32, LAYOUT)
     scores = hopper.warpgroup_mma(q_latent, k_latent.permute([1, 0]), scores, is_async=True)
     return hopper.warpgroup_mma(q_rotary, k_rotary.permute([1, 0]), scores, is_async=True)
-
-
-@jit()
-def score_tile(
-    q_latent, q_rotary, k_latent, k_rotary,
-    BH: gl.constexpr, BT: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """fp32 [head, key]."""
-    scores = start_scores(q_latent, q_rotary, k_latent, k_rotary, BH, BT, LAYOUT)
-    return hopper.warpgroup_mma_wait(0, deps=[scores])
 
 
 @jit()
@@ -146,21 +142,23 @@ def finish(
         log_sum = gl.where(is_empty, -float("inf"), largest + gl.log2(total))
         gl.store(log_sums + part.to(gl.int64) * H + head, log_sum, mask=head < H)
         if has_keys:
-            _store(out, part, first_head, acc, H, C, BH, VALUES)
+            store(out, part, first_head, 0, acc, H, C, C, BH, VALUES)
     else:
         # Through shared memory, to write 16 bytes at a time: nobody needs the queries any more.
         barrier()
         staging.store(acc.to(gl.bfloat16))
         barrier()
-        _store(out, row, first_head, staging.load(KEYS), H, C, BH, KEYS)
+        store(out, row, first_head, 0, staging.load(KEYS), H, C, C, BH, KEYS)
 
 
 @jit()
-def _store(
-    out, row, first_head, values,
-    H: gl.constexpr, C: gl.constexpr, BH: gl.constexpr, LAYOUT: gl.constexpr,
+def store(
+    out, row, first_head, first_column, values,
+    H: gl.constexpr, C: gl.constexpr, COLUMNS: gl.constexpr, BH: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Write COLUMNS of a row's C columns from the first on."""
     head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, C, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    at = out + (row.to(gl.int64) * H + head).expand_dims(1) * C
-    gl.store(at + column, values, mask=(head < H).expand_dims(1) & (column < C))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    at = out + (row.to(gl.int64) * H + head).expand_dims(1) * C + first_column
+    gl.store(at + column, values, mask=(head < H).expand_dims(1) & (column < COLUMNS))
