@@ -108,9 +108,9 @@ class Metrics:
         """A request was turned away with an HTTP status before it generated anything."""
         self.count(route, "refused")
 
-    def finished(self, reason: str) -> None:
-        """A sequence has ended."""
-        self.tally.add(self._finishes[reason])
+    def finished(self, reason: str, num: int = 1) -> None:
+        """A sequence has ended, or so many."""
+        self.tally.add(self._finishes[reason], num)
 
     def timed_out(self) -> None:
         """A request's time was up."""
@@ -168,7 +168,8 @@ class Metrics:
 
 
 class RequestWatch:
-    """Times one HTTP request; leaving its context counts the outcome.
+    """Times one HTTP request; leaving its context counts the outcome, and what has not ended by
+    then as aborted: its client left, its time was up, or another choice failed.
 
     A refusal is not counted here but where it becomes an HTTP status, with those that never came
     this far. What it finds is also told to the request's `Arrival`, for log and trace.
@@ -180,6 +181,7 @@ class RequestWatch:
         self._arrival = arrival()
         self._arrived_at = self._arrival.handed_over_at = time.monotonic()
         self._first_at: list[float | None] = [None] * num_choices
+        self._num_open = num_choices
 
     def first_token(self, choice: int, output: RequestOutput) -> None:
         """A choice has its first token."""
@@ -205,7 +207,12 @@ class RequestWatch:
                 self._metrics.per_token.observe(elapsed_s / (num_tokens - 1))
         self._metrics.generated.observe(num_tokens)
         self._metrics.finished(reason)
+        self._num_open -= 1
         self._arrival.finish = reason
+
+    def failed(self) -> None:
+        """A choice has ended with an error."""
+        self._num_open -= 1
 
     @property
     def has_started(self) -> bool:
@@ -228,6 +235,7 @@ class RequestWatch:
         else:
             outcome = "failed" if isinstance(error, Exception) else "cancelled"
             self._arrival.finish = "error" if outcome == "failed" else "cancelled"
+            self._metrics.finished("abort", self._num_open)
         self._metrics.count(self._route, outcome)
 
 

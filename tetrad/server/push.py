@@ -199,7 +199,9 @@ class ChoiceReader:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        self._is_over = True
+        if not self._is_over:
+            self._is_over = True
+            self._watch.failed()
         self._inbox.put(error)
 
     @property

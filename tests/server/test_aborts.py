@@ -1,0 +1,170 @@
+"""Every sequence that is given up before its end is counted as aborted, once, however it came."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import MakeService, until
+from tests.server.fake_engine import FakeEngine, Step, saying
+from tests.server.test_about import connect, samples
+from tetrad.core.errors import EngineDiedError
+from tetrad.core.request import Finish, Request
+from tetrad.server import responses
+from tetrad.server.service import Service
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+TALK = [{"role": "user", "content": "3"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": TALK, "max_tokens": 100, "ignore_eos": True},
+    COMPLETIONS: {"prompt": "3", "max_tokens": 100, "ignore_eos": True},
+    RESPONSES: {"input": "3", "max_output_tokens": 100},
+    GENERATE: {"text": "3", "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}},
+    MESSAGES: {"messages": TALK, "max_tokens": 100},
+}
+NAMES = (
+    "sglang:num_aborted_requests_total{model_name=abacus}",
+    "tetrad_finished_total{reason=abort}",
+    "vllm:request_success_total{engine=0,finished_reason=abort,model_name=abacus}",
+)
+
+
+def body_of(path: str, n: int) -> dict[str, Any]:
+    """Of a request for `n` answers, where the API has several."""
+    body = BODIES[path]
+    if path == GENERATE:
+        return body | {"sampling_params": body["sampling_params"] | {"n": n}}
+    return body | {"n": n} if path in (CHAT, COMPLETIONS) else body
+
+
+async def aborted(client: httpx.AsyncClient) -> float:
+    """How many were, by all names alike."""
+    found = await samples(client)
+    (count,) = {found[name] for name in NAMES}
+    return count
+
+
+async def leave(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    """Go when something of the answer is there, or as soon as the engine has the request."""
+    async with client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        async for _ in response.aiter_bytes():
+            return
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_leaves_is_counted_once(
+    address: str, engine: FakeEngine, path: str, stream: bool, has_begun: bool
+):
+    engine.script, engine.step_s = saying([18] * 99), 0.01
+    n = 1 if path in (RESPONSES, MESSAGES) else 3
+    if not has_begun:
+        engine.gate.clear()
+    async with httpx.AsyncClient(base_url=address) as client:
+        asking = asyncio.create_task(leave(client, path, body_of(path, n) | {"stream": stream}))
+        await until(lambda: len(engine.live) == n)
+        if stream and has_begun:
+            await asking
+        else:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: not engine.live)
+        found = await samples(client)
+        assert [found[name] for name in NAMES] == [n, n, n]
+        assert found[f"tetrad_requests_total{{outcome=cancelled,route={path}}}"] == 1
+        assert found["sglang:num_requests_total{model_name=abacus}"] == n
+
+
+async def test_choices_that_had_ended_are_not_aborted(address: str, engine: FakeEngine):
+    """One of three has its answer, one was ended by the operator, the client leaves the last."""
+
+    def script(request: Request) -> list[Step]:
+        ends = {"0": Finish("stop"), "1": Finish("abort")}
+        end = ends.get(request.rid[-1])
+        return [Step((18,)), Step((), end)] if end else [Step((18,))] * 1000
+
+    engine.script, engine.step_s = script, 0.01
+    async with httpx.AsyncClient(base_url=address) as client:
+        body = BODIES[CHAT] | {"n": 3, "stream": True}
+        async with client.stream("POST", CHAT, json=body) as response:
+            ends = 0
+            async for line in response.aiter_lines():
+                ends += '"finish_reason":"' in line
+                if ends == 2:
+                    break
+        await until(lambda: not engine.live)
+        assert await aborted(client) == 2
+        assert (await samples(client))["tetrad_finished_total{reason=stop}"] == 1
+
+
+async def test_a_stop_string_is_a_stop_though_the_engine_s_request_is_aborted(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    engine.script = saying([18] * 9)
+    body = {"text": "3", "sampling_params": {"stop": "3"}}
+    assert (await client.post(GENERATE, json=body)).status_code == 200
+    assert len(engine.aborted) == 1
+    assert await aborted(client) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_whose_time_is_up_is_counted(
+    make_service: MakeService, engine: FakeEngine, stream: bool
+):
+    engine.gate.clear()
+    async with connect(make_service(request_timeout=0.1)) as client:
+        response = await client.post(CHAT, json=body_of(CHAT, 2) | {"stream": stream})
+        assert response.status_code == 504
+        assert await aborted(client) == 2
+
+
+async def test_who_ends_with_a_choice_that_fails_is_counted(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    """The one that failed was not aborted."""
+
+    def script(request: Request) -> list[Step]:
+        fails = request.rid.endswith("-0")
+        return [Step((), Finish("error", message="No luck."))] if fails else [Step((18,))] * 1000
+
+    engine.script, engine.step_s = script, 0.01
+    assert (await client.post(CHAT, json=body_of(CHAT, 3))).status_code == 500
+    assert await aborted(client) == 2
+
+
+async def test_a_dead_engine_and_a_refusal_abort_nobody(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    too_long = {"text": "3", "sampling_params": {"max_new_tokens": 10_000}}
+    assert (await client.post(GENERATE, json=too_long)).status_code == 400
+    engine.gate.clear()
+    asking = asyncio.create_task(client.post(CHAT, json=body_of(CHAT, 3)))
+    await until(lambda: len(engine.live) == 3)
+    engine.died.set_result(EngineDiedError("No luck."))
+    engine.gate.set()
+    assert (await asking).status_code == 503
+    assert await aborted(client) == 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+async def test_a_response_in_the_background_that_is_not_wanted_is_counted(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+):
+    monkeypatch.setattr(responses, "POLL_S", 0.01)
+    engine.gate.clear()
+    begun = await client.post(RESPONSES, json={"input": "3", "background": True})
+    await until(lambda: bool(engine.live))
+    path = f"{RESPONSES}/{begun.json()['id']}"
+    await (client.post(f"{path}/cancel") if how == "cancel" else client.delete(path))
+    await until(lambda: not service.background)
+    assert await aborted(client) == 1
