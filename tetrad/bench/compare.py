@@ -26,18 +26,24 @@ STUDENT_95 = (
 Measure = Callable[[BenchServeConfig, int], Awaitable[BenchRun]]
 
 
+def turns(pairs: int) -> str:
+    """The side of each run: abba..."""
+    return ("abba" * pairs)[: 2 * pairs]
+
+
 async def compare(config: BenchCompareConfig, measure: Measure) -> list[tuple[BenchRun, BenchRun]]:
     """Pairs of runs (A, B); fewer after an interrupt. Each run has prompts of its own, so that no
     server's cache knows them, even when A and B are one server."""
     pairs: list[tuple[BenchRun, BenchRun]] = []
-    for pair in range(config.pairs):
-        runs: dict[str, BenchRun] = {}
-        for turn, side in enumerate("ab" if pair % 2 == 0 else "ba"):
-            asked = config.model_copy(update={"base_url": getattr(config, side)})
-            runs[side] = await measure(asked, 2 * pair + turn)
-            if runs[side].interrupted:
-                return pairs
-        pairs.append((runs["a"], runs["b"]))
+    runs: dict[str, BenchRun] = {}
+    for number, side in enumerate(turns(config.pairs)):
+        asked = config.model_copy(update={"base_url": getattr(config, side)})
+        runs[side] = await measure(asked, number)
+        if runs[side].interrupted:
+            break
+        if len(runs) == 2:
+            pairs.append((runs["a"], runs["b"]))
+            runs = {}
     return pairs
 
 

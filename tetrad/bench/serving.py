@@ -92,23 +92,27 @@ async def warm_up(plan: Plan, client: Client, watch: Watch) -> None:
 async def warm_until_steady(plan: Plan, client: Client, watch: Watch) -> None:
     """Rounds of whole requests at the run's concurrency until their throughput stands still."""
     before = 0.0
-    number = min(plan.config.max_concurrency or len(plan.prompts), len(plan.prompts))
-    config = plan.config.model_copy(update={"warmup_requests": number})
     for round_number in range(1, WARM_ROUNDS + 1):
-        seeds = dataclasses.replace(
-            plan.seeds, content=plan.seeds.content + WARM_SEED * round_number
-        )
-        drawn = datasets.warmup(config, plan.prompts, seeds, plan.vocabulary)
-        whole = [
-            dataclasses.replace(prompt, output_tokens=like.output_tokens)
-            for prompt, like in zip(drawn, plan.prompts, strict=False)
-        ]
-        rate = await _warm_requests(plan, client, whole)
+        rate = await warm_round(plan, client, len(plan.prompts), round_number)
         watch.say(f"warm-up round {round_number}: {rate:.2f} output tok/s")
         if abs(rate - before) < STEADY_CHANGE * before:
             return
         before = rate
     watch.say(f"warm-up: not steady after {WARM_ROUNDS} rounds")
+
+
+async def warm_round(plan: Plan, client: Client, most: int, round_number: int = 1) -> float:
+    """As many requests as run at once, `most` at most, each as long as one of the run's; their
+    output tokens per second."""
+    number = min(plan.config.max_concurrency or most, most, len(plan.prompts))
+    config = plan.config.model_copy(update={"warmup_requests": number})
+    seeds = dataclasses.replace(plan.seeds, content=plan.seeds.content + WARM_SEED * round_number)
+    drawn = datasets.warmup(config, plan.prompts, seeds, plan.vocabulary)
+    whole = [
+        dataclasses.replace(prompt, output_tokens=like.output_tokens)
+        for prompt, like in zip(drawn, plan.prompts, strict=False)
+    ]
+    return await _warm_requests(plan, client, whole)
 
 
 async def _warm_requests(plan: Plan, client: Client, prompts: list[Prompt]) -> float:

@@ -20,7 +20,8 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     """Measure in turns, print. Figures that must not be used are a BenchFailure."""
     import uvloop
 
-    from tetrad.bench.compare import compare, comparison, table
+    from tetrad.bench.compare import compare, comparison, table, turns
+    from tetrad.bench.outlook import first_look, left
     from tetrad.bench.serving import bench_serve
 
     bench_files.check_folders(config)
@@ -28,9 +29,14 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     for line in without_effect(config):
         narrator.say(line)
 
-    async def measure(asked: BenchServeConfig, repetition: int) -> BenchRun:
-        narrator.say(f"pair {repetition // 2 + 1} of {config.pairs}: {asked.base_url}")
-        run = bench_files.signed(await bench_serve(asked, narrator, repetition))
+    run_s = uvloop.run(first_look(config, narrator))
+    urls = [getattr(config, side) for side in turns(config.pairs)]
+
+    async def measure(asked: BenchServeConfig, number: int) -> BenchRun:
+        told = f"pair {number // 2 + 1} of {config.pairs}: {urls[number]}"
+        narrator.say(told + left(run_s, urls[number:]))
+        run = bench_files.signed(await bench_serve(asked, narrator, number))
+        run_s[urls[number]] = run.duration_s
         bench_files.write_run(run, asked)
         return run
 
