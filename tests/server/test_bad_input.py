@@ -101,7 +101,7 @@ def sentence(response: httpx.Response, status: int = 400) -> str:
         ({"structural_tag": "[]"}, "structural_tag", "must be a JSON object"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "none of tools"),
-        ({"functions": []}, "functions", "replaced by tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "replaced by tools"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "set by the server"),
         ({"stream": "yes"}, "stream", "valid boolean"),
     ],

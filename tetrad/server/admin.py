@@ -25,7 +25,9 @@ class AbortBody(Body):
     """POST /abort_request."""
 
     rid: str = Field(default="", max_length=256)
+    """A rid, an answer's id or an X-Request-Id; or else abort_all."""
     abort_all: bool = False
+    """End all requests."""
     abort_message: Accepted = None
 
     @model_validator(mode="after")
@@ -40,13 +42,17 @@ class PauseBody(Body):
     have, or they wait and give their memory back."""
 
     mode: Literal["abort", "in_place", "retract"] = "abort"
+    """What becomes of requests that run: they end (abort), wait with their memory (in_place), or
+    wait and give it back (retract)."""
 
 
 class ProfileBody(Body):
     """POST /start_profile. The rest of what SGLang's clients send changes nothing."""
 
     num_steps: int | None = Field(default=None, ge=1)
+    """End by itself after so many steps. Default: at /stop_profile."""
     output_dir: str | None = None
+    """Refused: --profile-dir says where traces are written."""
     activities: Accepted = None
     profile_by_stage: Accepted = None
     profile_stages: Accepted = None
@@ -62,7 +68,9 @@ class LoggingBody(Body):
     """POST /configure_logging."""
 
     log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """From which level on something is logged."""
     access_log: AccessLog | None = None
+    """What is written of each request."""
 
     @model_validator(mode="after")
     def _says_something(self) -> LoggingBody:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi.openapi.utils import get_openapi
@@ -22,6 +24,7 @@ from starlette.types import Scope
 
 import tetrad
 from tetrad.core.errors import CapacityError, DeadlineError, RequestError, TetradError
+from tetrad.core.jsonfile import read_json_object
 from tetrad.server import (
     about,
     admin,
@@ -159,19 +162,19 @@ def _add_layers(app: Starlette, service: Service) -> None:
     app.middleware_stack = RequestDoor(app.build_middleware_stack(), service)
 
 
+ANSWERS = Path(__file__).with_name("answers.json")
+"""What routes return: by method and path the schema of each type of content, and the schemas."""
 _SCHEMAS = "#/components/schemas/"
-_ERROR = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
 _FAILURE = {
     "description": "What is wrong, in a sentence.",
-    "content": {
-        "application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}}}
-    },
+    "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "Failure"}}},
 }
 
 
-def _told(route: Route) -> dict[str, Any]:
+def _told(route: Route, answers: Mapping[str, str]) -> dict[str, Any]:
     """What the OpenAPI document says of a route that reads its path and its body itself."""
-    told: dict[str, Any] = {"responses": {"default": _FAILURE}}
+    content = {kind: {"schema": {"$ref": _SCHEMAS + name}} for kind, name in answers.items()}
+    told: dict[str, Any] = {"responses": {"200": {"content": content}, "default": _FAILURE}}
     in_path = [(name, "path") for name in re.findall(r"{(\w+)", route.path)]
     if places := in_path + [(name, "query") for name in route.query]:
         told["parameters"] = [
@@ -179,21 +182,22 @@ def _told(route: Route) -> dict[str, Any]:
             for name, where in places
         ]
     if route.body is not None:
-        content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body.__name__}}}
-        told["requestBody"] = {"required": route.body not in MAY_BE_LEFT_OUT, "content": content}
+        read = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body.__name__}}}
+        told["requestBody"] = {"required": route.body not in MAY_BE_LEFT_OUT, "content": read}
     return told
 
 
 async def _openapi(request: Request) -> Response:
     root = request.scope.get("root_path", "")
     servers = {"servers": [{"url": root}]} if root else {}
-    return JSONResponse(openapi_document() | servers)
+    return JSONResponse(await asyncio.to_thread(openapi_document) | servers)
 
 
 @functools.cache
 def openapi_document() -> dict[str, Any]:
-    """What the server can be asked. Handlers read their bodies themselves, so their schemas are
-    added."""
+    """What the server can be asked, and what it answers. Handlers read their bodies and write their
+    answers themselves, so their schemas are added."""
+    answers = read_json_object(ANSWERS)
     routes = [
         APIRoute(
             route.path,
@@ -201,7 +205,8 @@ def openapi_document() -> dict[str, Any]:
             methods=[method],
             name=f"{method} {route.path}",
             summary=(route.handler.__doc__ or "").strip(),
-            openapi_extra=_told(route),
+            response_class=Response,
+            openapi_extra=_told(route, answers["routes"][f"{method} {route.path}"]),
         )
         for route in ROUTES
         for method in route.methods
@@ -213,7 +218,8 @@ def openapi_document() -> dict[str, Any]:
         ref_template=_SCHEMAS + "{model}",
     )
     key = {"type": "http", "scheme": "bearer"}
-    document["components"] = {"schemas": definitions["$defs"], "securitySchemes": {"key": key}}
+    schemas = definitions["$defs"] | answers["schemas"]
+    document["components"] = {"schemas": schemas, "securitySchemes": {"key": key}}
     return document | {"security": [{}, {"key": []}]}
 
 

@@ -9,15 +9,16 @@ misspelt `temprature` would else be an answer at another temperature.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
-from pydantic.json_schema import JsonSchemaValue
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from starlette.requests import ClientDisconnect, Request
 
@@ -38,20 +39,34 @@ class _Nothing:
             core_schema.none_schema(), default=None, on_error="default"
         )
 
-    def __get_pydantic_json_schema__(
-        self, _schema: CoreSchema, _handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {}
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: Any) -> dict[str, Any]:
+        return {"description": "May be anything, and changes nothing here."}
 
 
 Accepted = Annotated[Any, _Nothing()]
 """A known field that changes nothing here, whatever its value."""
 
 
+_source = functools.cache(inspect.getsource)
+
+
+def _described(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+    """Tell of each field what the docstring below it says. They are read when somebody wants the
+    schema: pydantic would read them at every start."""
+    for base in reversed(kind.__mro__[:-2]):
+        for field, text in pairwise(ast.walk(ast.parse(_source(base)))):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(said))):
+                    shown = kind.model_fields[name].alias or name
+                    schema["properties"][shown]["description"] = inspect.cleandoc(said)
+
+
 class Body(BaseModel):
     """Types are exact ("5" is no number); of fields nobody knows only the names are kept."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, frozen=True, json_schema_extra=_described
+    )
     __pydantic_extra__: dict[str, Accepted] = Field(init=False)
 
 

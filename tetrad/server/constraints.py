@@ -31,12 +31,16 @@ class NamedSchema(OpenBody):
     """OpenAI's `json_schema`. Strict or not, the answer matches it."""
 
     name: str | None = None
+    """Changes nothing."""
     schema_: Schema | None = Field(default=None, alias="schema")
+    """JSON Schema, or its text. Default: any object."""
 
 
 class ResponseFormat(OpenBody):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """What the answer is: text, any JSON object, JSON of a schema, or a structural tag."""
     json_schema: NamedSchema | None = None
+    """For type `json_schema`: the schema, by its name."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> ResponseFormat:
@@ -63,11 +67,17 @@ class StructuredOutputs(Body):
     """vLLM's."""
 
     json_: Schema | None = Field(default=None, alias="json")
+    """JSON Schema that the answer matches, or its text."""
     json_object: bool | None = None
+    """The answer is a JSON object. Default false."""
     regex: str | None = None
+    """Regular expression that the whole answer matches."""
     choice: Choices | None = None
+    """The answer is one of these texts."""
     grammar: str | None = None
+    """Grammar that the answer matches, as EBNF or Lark."""
     structural_tag: Schema | None = None
+    """Structural tag, or its text."""
     disable_fallback: Accepted = None
     disable_any_whitespace: Accepted = None
     whitespace_pattern: Accepted = None
@@ -92,9 +102,13 @@ class ConstraintFields(Body):
     """SGLang's, of every route that generates."""
 
     regex: str | None = None
+    """Regular expression that the whole answer matches."""
     ebnf: str | None = None
+    """Grammar that the answer matches, as EBNF."""
     json_schema: Schema | None = None
+    """JSON Schema that the answer matches, or its text."""
     structural_tag: Schema | None = None
+    """Structural tag, or its text."""
 
     def asked(self) -> Iterator[Asked]:
         """One grammar for each field that is set."""
@@ -112,13 +126,19 @@ class OpenAIConstraintFields(ConstraintFields):
     """OpenAI's, and vLLM's."""
 
     response_format: ResponseFormat | None = None
+    """What form the answer has. Default: text."""
     guided_json: Schema | None = None
+    """JSON Schema that the answer matches, or its text."""
     guided_regex: str | None = None
+    """Regular expression that the whole answer matches."""
     guided_choice: Choices | None = None
+    """The answer is one of these texts."""
     guided_grammar: str | None = None
+    """Grammar that the answer matches, as EBNF or Lark."""
     guided_decoding_backend: Accepted = None
     guided_whitespace_pattern: Accepted = None
     structured_outputs: StructuredOutputs | None = None
+    """The same constraints under one name; one of all may be given."""
 
     def asked(self) -> Iterator[Asked]:
         yield from super().asked()

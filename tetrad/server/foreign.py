@@ -28,6 +28,10 @@ class Refused:
     ) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: Any) -> dict[str, Any]:
+        off = [None, False, 0, "", [], {}, *self.allowed]
+        return {"enum": off, "deprecated": True, "description": f"Off or refused: {self.reason}."}
+
     def _check(self, value: Any) -> Any:
         if value and value not in self.allowed:
             raise ValueError(self.reason)

@@ -25,13 +25,21 @@ class ContentBlock(OpenBody):
     """A part of a message. What a client adds, such as cache_control, changes nothing."""
 
     type: str
+    """`text`, `thinking`, `redacted_thinking`, `tool_use` or `tool_result`."""
     text: str | None = None
+    """Of a text: what it says."""
     thinking: str | None = None
+    """Of thinking: what it says."""
     id: str | None = None
+    """Of a tool's use: what its result refers to."""
     name: str | None = None
+    """Of a tool's use: the tool."""
     input: dict[str, Any] | None = None
+    """Of a tool's use: its arguments."""
     tool_use_id: str | None = None
+    """Of a tool's result: which use it answers."""
     content: str | Annotated[list[ContentBlock], Field(fail_fast=True)] | None = None
+    """Of a tool's result: a text or text blocks."""
 
     @model_validator(mode="after")
     def _is_known(self) -> ContentBlock:
@@ -60,14 +68,20 @@ Blocks = Annotated[list[ContentBlock], Field(fail_fast=True)]
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
+    """Who says it."""
     content: str | Blocks
+    """A text or blocks."""
 
 
 class AnthropicTool(OpenBody):
     name: str
+    """What the model calls it."""
     description: str | None = None
+    """What it does, for the model."""
     input_schema: dict[str, Any] | None = None
+    """JSON Schema of its arguments; needed."""
     type: str | None = None
+    """`custom` or left out; tools that Anthropic runs are refused."""
 
     @model_validator(mode="after")
     def _is_the_clients(self) -> AnthropicTool:
@@ -81,33 +95,49 @@ class AnthropicTool(OpenBody):
 
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
+    """Whether the model may, must or must not call tools, or must call one."""
     name: str | None = None
+    """For type `tool`: which one."""
     disable_parallel_tool_use: bool | None = None
+    """One call at most. Default false."""
 
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    """`disabled` switches thinking off, all others on."""
     budget_tokens: Accepted = None
     display: Accepted = None
 
 
 class OutputConfig(Body):
     effort: str | None = None
+    """The same as reasoning_effort of chat."""
     format: dict[str, Any] | None = None
+    """{"type": "json_schema", "schema": ...}: what the answer matches."""
 
 
 class CountBody(Body):
     """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
 
     model: str | None = None
+    """The served name, the model's folder or `default`; anything else is a 404. Default: the served
+    model."""
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
+    """The conversation so far; if the last message is the assistant's, it is gone on with."""
     system: str | Blocks | None = None
+    """A system message: a text or text blocks."""
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
+    """Functions that the model may call; nothing is run here."""
     tool_choice: ToolChoice | None = None
+    """Whether it may, must or must not call them. Default: it may."""
     thinking: Thinking | None = None
+    """Whether to think. Default: the chat template's."""
     output_config: OutputConfig | None = None
+    """How much to think, and what form the answer has."""
     output_format: dict[str, Any] | None = None
+    """{"type": "json_schema", "schema": ...}: what the answer matches."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
     cache_control: Accepted = None
     betas: Accepted = None
     context_management: Accepted = None
@@ -125,9 +155,13 @@ class MessagesBody(CountBody, SamplingFields):
     """POST /v1/messages. Sampling fields of SGLang and vLLM are known beside Anthropic's."""
 
     max_tokens: Count
+    """Most tokens of the answer, thinking included; needed."""
     min_tokens: int | None = Field(default=None, ge=0)
+    """No end token and no stop string ends the answer before so many tokens. Default 0."""
     stop_sequences: Strings | None = None
+    """Texts that end the answer; they are not part of it."""
     stream: bool | None = None
+    """Send the message as server-sent events, while it is computed. Default false."""
     metadata: Accepted = None
     service_tier: Accepted = None
     inference_geo: Accepted = None
@@ -136,8 +170,12 @@ class MessagesBody(CountBody, SamplingFields):
     user_profile_id: Accepted = None
     workspace_id: Accepted = None
     priority: Priority | None = None
+    """Higher goes first, if the server runs with --enable-priority-scheduling. Default 0."""
     timeout: Seconds | None = None
+    """Seconds that the request may take; then it is ended with a 504. Default: no limit, or
+    --request-timeout."""
     n: int | None = Field(default=None, ge=1, le=1)
+    """Always 1."""
     container: Annotated[Any, Refused("no code is run here; leave this field out")] = None
 
     @field_validator("stop_sequences")

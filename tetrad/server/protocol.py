@@ -72,19 +72,36 @@ class SamplingFields(ConstraintFields, ForeignSampling):
     """Sampling fields that OpenAI's routes and SGLang's share. None: the server's default."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
+    """Randomness, 0 to 100; 0 is greedy. Default: the model's."""
     top_p: float | None = Field(default=None, gt=0, le=1)
+    """Draw from the likeliest tokens that have this probability together, above 0 to 1. Default:
+    the model's."""
     top_k: int | None = Field(default=None, ge=-1, le=LARGEST)
+    """Draw from so many of the likeliest tokens; -1 and 0 are all. Default: the model's."""
     min_p: float | None = Field(default=None, ge=0, le=1)
+    """Draw from tokens that have at least this share of the likeliest one's probability, 0 to 1.
+    Default: the model's."""
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    """Above 1 makes tokens that have come, in prompt or answer, less likely, 0.01 to 100; 1 changes
+    nothing. Default: the model's."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted from the logits of generated tokens, -2 to 2. Default 0."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """The same for each time that one came, -2 to 2. Default 0."""
     logit_bias: Annotated[dict[TokenKey, Bias] | None, BeforeValidator(_check_size)] = None
+    """Added to logits: token id, as text, to -100 to 100."""
     stop: Stop | None = None
+    """A text that ends the answer, or several; it is not part of it."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
+    """Token ids that end the answer, besides the model's end tokens."""
     ignore_eos: bool | None = None
+    """Go on past end tokens. Default false."""
     no_stop_trim: bool | None = None
+    """Keep the stop string that ended the answer. Default false."""
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Default true."""
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    """Answers to each prompt. Default 1."""
 
     @property
     def keeps_stop(self) -> bool:
@@ -102,7 +119,9 @@ class NamedBody(Body):
     """A request may have an id, by SGLang's name or by vLLM's."""
 
     rid: RequestId | None = None
+    """Names the request, instead of the header X-Request-Id; /abort_request takes it."""
     request_id: RequestId | None = None
+    """The same, as vLLM calls it; rid goes before."""
 
     @property
     def own_id(self) -> str | None:
@@ -111,7 +130,9 @@ class NamedBody(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    """End the stream with a chunk that has the usage and no choices. Default false."""
     continuous_usage_stats: bool | None = None
+    """With include_usage: every chunk has the usage so far. Default false."""
     include_obfuscation: Accepted = None
 
 
@@ -119,14 +140,25 @@ class OpenAIBody(OpenAIConstraintFields, SamplingFields, NamedBody, ForeignOpenA
     """What chat and completions have in common."""
 
     model: str | None = None
+    """The served name, the model's folder or `default`; anything else is a 404. Default: the served
+    model."""
     max_tokens: Count | None = None
+    """Most tokens of an answer. Default: all that fit (chat), 16 (completions)."""
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
+    """No end token and no stop string ends an answer before so many tokens. Default 0."""
     seed: Seed | None = None
+    """The same seed and prompt give the same text. Default: drawn."""
     stream: bool | None = None
+    """Send the answer as server-sent events, while it is computed. Default false."""
     stream_options: StreamOptions | None = None
+    """What else a stream tells."""
     priority: Priority | None = None
+    """Higher goes first, if the server runs with --enable-priority-scheduling. Default 0."""
     timeout: Seconds | None = None
+    """Seconds that the request may take; then it is ended with a 504. Default: no limit, or
+    --request-timeout."""
     include_stop_str_in_output: bool | None = None
+    """The same as no_stop_trim."""
 
     @property
     def keeps_stop(self) -> bool:
@@ -146,13 +178,18 @@ class OpenAIBody(OpenAIConstraintFields, SamplingFields, NamedBody, ForeignOpenA
 
 class Function(OpenBody):
     name: str = Field(pattern=r"^[\w.:/-]+$", max_length=256)
+    """What the model calls it."""
     description: str | None = None
+    """What it does, for the model."""
     parameters: dict[str, Any] | None = None
+    """JSON Schema of its arguments."""
 
 
 class Tool(OpenBody):
     type: Literal["function"]
+    """Always `function`."""
     function: Function
+    """What can be called."""
 
 
 def _named_tool(choice: dict[str, Any]) -> str:
@@ -166,22 +203,39 @@ class ChatBody(OpenAIBody, ForeignChat):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    """The conversation so far; texts alone can be read."""
     max_completion_tokens: Count | None = None
+    """Most tokens of an answer, reasoning included; goes before max_tokens. Default: all that
+    fit."""
     logprobs: bool | None = None
+    """Tell each token's log-probability. Default false."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """With logprobs: so many of the likeliest tokens at each place, 0 to 20. Default 0."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the model may call; nothing is run here."""
     tool_choice: str | dict[str, Any] | None = None
+    """`none`, `auto`, `required` or {"type": "function", "function": {"name": ...}}. Default
+    `auto`."""
     reasoning_effort: str | float | None = None
+    """How much to think, handed to the chat template; `none` switches it off."""
     reasoning: ReasoningSwitch | None = None
+    """How much to think, as some gateways ask."""
     thinking: ThinkingSwitch | None = None
+    """Whether to think, as GLM's own API asks."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
     parallel_tool_calls: bool | None = None
+    """false: one call at most. Default true."""
     add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of the assistant's turn. Default true."""
     continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it. Default false."""
     separate_reasoning: bool | None = None
+    """true or left out: reasoning is always in reasoning_content. false is refused."""
     include_reasoning: bool | None = None
-    functions: Any = None
-    function_call: Any = None
+    """true or left out: reasoning is always told. false is refused."""
+    functions: Annotated[Any, Refused("was replaced by tools and tool_choice")] = None
+    function_call: Annotated[Any, Refused("was replaced by tools and tool_choice")] = None
 
     @field_validator("continue_final_message")
     @classmethod
@@ -219,12 +273,6 @@ class ChatBody(OpenAIBody, ForeignChat):
         elif not names:
             raise ValueError('"required" needs tools')
         return value
-
-    @field_validator("functions", "function_call")
-    @classmethod
-    def _replaced(cls, value: Any) -> None:
-        if value is not None:
-            raise ValueError("this field was replaced by tools and tool_choice")
 
     @field_validator("top_logprobs")
     @classmethod
@@ -272,10 +320,15 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: str | Texts | TokenIds | ManyTokenIds
+    """A text, token ids, or a list of either."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Tell each token's log-probability and so many of the likeliest, 0 to 20. Default: none."""
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    """Compute so many answers, give the n likeliest; not streamed. Default: n."""
     echo: bool | None = None
+    """Begin each answer with its prompt; not with logprobs. Default false."""
     add_special_tokens: bool | None = None
+    """Let the tokenizer put its own tokens around a text. Default true."""
     suffix: Annotated[Any, Refused("is not supported; only text after the prompt is generated")] = (
         None
     )

@@ -28,7 +28,9 @@ TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 class Part(OpenBody):
     type: str
+    """`input_text`, `output_text`, `reasoning_text`, `summary_text` or `text`."""
     text: str | None = None
+    """What it says."""
 
     @model_validator(mode="after")
     def _is_text(self) -> Part:
@@ -47,13 +49,21 @@ class Item(OpenBody):
     """One item of the input: a message, reasoning, a call, or what came of it."""
 
     type: str = "message"
+    """`message`, `reasoning`, `function_call` or `function_call_output`."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
+    """Of a message: who says it."""
     content: Content = None
+    """Of a message or reasoning: a text or text parts."""
     summary: Content = None
+    """Of reasoning without content: read instead."""
     call_id: str | None = None
+    """Of a call and of its output: which one."""
     name: str | None = None
+    """Of a call: the function."""
     arguments: str | None = None
+    """Of a call: JSON of its arguments."""
     output: Content = None
+    """Of a call's output: a text or text parts."""
 
     @model_validator(mode="after")
     def _is_known(self) -> Item:
@@ -78,6 +88,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 class Reasoning(Body):
     effort: str | None = None
+    """The same as reasoning_effort of chat."""
     summary: Accepted = None
     generate_summary: Accepted = None
     context: Accepted = None
@@ -86,15 +97,21 @@ class Reasoning(Body):
 
 class TextConfig(Body):
     format: dict[str, Any] | None = None
+    """The same as response_format of chat, with the schema beside `type`."""
     verbosity: Accepted = None
 
 
 class FunctionTool(OpenBody):
     type: str
+    """Always `function`; tools that would run here are refused."""
     name: str | None = None
+    """What the model calls it."""
     description: str | None = None
+    """What it does, for the model."""
     parameters: dict[str, Any] | None = None
+    """JSON Schema of its arguments."""
     strict: bool | None = None
+    """Whether arguments match the schema whatever the model would say. Default false."""
 
     @model_validator(mode="after")
     def _is_a_function(self) -> FunctionTool:
@@ -110,27 +127,51 @@ class ResponsesBody(SamplingFields, NamedBody, ForeignOpenAI):
     """POST /v1/responses. Sampling fields of SGLang and vLLM are known beside OpenAI's."""
 
     model: str | None = None
+    """The served name, the model's folder or `default`; anything else is a 404. Default: the served
+    model."""
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    """A text, or messages, reasoning, function calls and their outputs."""
     instructions: str | None = None
+    """A system message for this request alone."""
     previous_response_id: str | None = None
+    """Go on from this stored response."""
     store: bool | None = None
+    """Keep the response for an hour, so that it can be fetched and gone on from. Default true."""
     background: bool | None = None
+    """Answer at once and compute without a connection; needs store. Default false."""
     stream: bool | None = None
+    """Send the response as server-sent events, while it is computed. Default false."""
     stream_options: Accepted = None
     max_output_tokens: Count | None = None
+    """Most tokens of the answer, reasoning included. Default: all that fit."""
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
+    """No end token and no stop string ends the answer before so many tokens. Default 0."""
     seed: Seed | None = None
+    """The same seed and input give the same text. Default: drawn."""
     n: int | None = Field(default=None, ge=1, le=1)
+    """Always 1."""
     metadata: dict[str, Any] | None = None
+    """Given back with the response."""
     reasoning: Reasoning | None = None
+    """How much to think."""
     text: TextConfig | None = None
+    """What form the answer has."""
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    """Functions that the model may call; nothing is run here."""
     tool_choice: str | dict[str, Any] | None = None
+    """`none`, `auto`, `required` or {"type": "function", "name": ...}. Default `auto`."""
     parallel_tool_calls: bool | None = None
+    """false: one call at most. Default true."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
     priority: Priority | None = None
+    """Higher goes first, if the server runs with --enable-priority-scheduling. Default 0."""
     timeout: Seconds | None = None
+    """Seconds that the request may take; then it is ended with a 504. Default: no limit, or
+    --request-timeout."""
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    """Names of what else to tell; `message.output_text.logprobs` is refused, others change
+    nothing."""
     top_logprobs: Annotated[
         Any, Refused("is not supported here; /v1/chat/completions has logprobs")
     ] = None

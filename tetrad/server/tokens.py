@@ -32,8 +32,12 @@ class TokenizeBody(Body):
     """Either `prompt`, a text or several, or `messages`."""
 
     model: str | None = None
+    """The served name, the model's folder or `default`; anything else is a 404. Default: the served
+    model."""
     prompt: str | Texts | None = None
+    """A text, or several; or else messages."""
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    """A conversation, as the chat template renders it."""
     add_special_tokens: bool = True
     """Those that the tokenizer puts around a text of its own; a chat template writes its own."""
 
@@ -48,8 +52,12 @@ class DetokenizeBody(Body):
     """Token ids, vocabulary rows without a token among them."""
 
     model: str | None = None
+    """The served name, the model's folder or `default`; anything else is a 404. Default: the served
+    model."""
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
+    """Token ids."""
     skip_special_tokens: bool = False
+    """Leave special tokens out of the text."""
 
 
 async def tokenize(service: Service, request: Request) -> Response:

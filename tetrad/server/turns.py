@@ -11,7 +11,9 @@ from tetrad.server.bodies import Accepted, Body, OpenBody
 
 class ContentPart(OpenBody):
     type: str
+    """Always `text`; this model reads nothing else."""
     text: str | None = None
+    """What it says."""
 
     @model_validator(mode="after")
     def _is_text(self) -> ContentPart:
@@ -28,7 +30,9 @@ _OBJECT = TypeAdapter(dict[str, Any])
 
 class FunctionCall(Body):
     name: str
+    """Which function was called."""
     arguments: str = "{}"
+    """JSON of an object. Default: an empty one."""
 
     @model_validator(mode="after")
     def _is_object(self) -> FunctionCall:
@@ -45,8 +49,11 @@ class FunctionCall(Body):
 
 class ToolCall(OpenBody):
     id: str | None = None
+    """What the message with its result refers to."""
     type: Literal["function"] = "function"
+    """Always `function`."""
     function: FunctionCall
+    """What was called, and with what."""
 
 
 class Message(Body):
@@ -55,12 +62,17 @@ class Message(Body):
     annotations: Accepted = None
     audio: Accepted = None
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who says it; `developer` is read as `system`."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    """What is said: a text or text parts; an assistant that called tools may have none."""
     reasoning_content: str | None = None
+    """What the assistant thought before it."""
     reasoning: str | None = None
     """vLLM's name of it."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    """What the assistant called."""
     tool_call_id: str | None = None
+    """Of a `tool` message: which call it answers."""
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -99,7 +111,9 @@ class ReasoningSwitch(Body):
     """SGLang's and some gateways' form of it."""
 
     effort: str | float | None = None
+    """The same as reasoning_effort."""
     enabled: bool | None = None
+    """false: do not think. Default: the chat template's."""
     exclude: Accepted = None
 
 
@@ -107,4 +121,6 @@ class ThinkingSwitch(Body):
     """GLM's own form of it."""
 
     type: Literal["enabled", "disabled"]
+    """Whether to think."""
     clear_thinking: bool | None = None
+    """Whether the chat template leaves out earlier thinking. Default: the template's."""
