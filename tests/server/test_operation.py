@@ -19,7 +19,7 @@ from tetrad.core.errors import ConfigError
 from tetrad.core.messages import LogSettings, Reply
 from tetrad.core.request import Finish
 from tetrad.server import push
-from tetrad.server.app import build_app
+from tetrad.server.app import ROUTES, build_app
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 BODY = {"messages": [{"role": "user", "content": "3"}]}
@@ -162,6 +162,29 @@ async def test_a_root_path_is_served_whether_the_proxy_takes_it_off_or_not(
         assert (await client.get(path, headers=bearer("k"))).status_code == 200
         assert (await client.get("/llm/health")).status_code == 200
         assert (await client.get("/llmv1/models", headers=bearer("k"))).status_code == 404
+
+
+PATHS = ("/", "/nowhere", "/v1/models/other", "/openapi.json")
+EVIL = {"Host": "evil.example"}
+
+
+@pytest.mark.parametrize("key", ["none", "user", "admin"])
+@pytest.mark.parametrize("root", ["", "/llm"])
+async def test_a_slash_behind_a_path_changes_nothing(
+    make_service: MakeService, root: str, key: str
+):
+    service = make_service(root_path=root, api_key="user", admin_api_key="admin")
+    headers = bearer(key) | EVIL
+    async with connect(service) as client:
+        for path in (*PATHS, *(route.path for route in ROUTES if "{" not in route.path)):
+            for method in ("GET", "POST"):
+                plain = await client.request(method, root + path, headers=headers)
+                slashed = await client.request(method, f"{root}{path}/", headers=headers)
+                twice = await client.request(method, f"{root}{path}//", headers=headers)
+                assert slashed.status_code == plain.status_code, path
+                for answer in (plain, slashed, twice):
+                    assert not answer.is_redirect
+                    assert "evil" not in f"{answer.headers} {answer.text}"
 
 
 @pytest.mark.parametrize("wrong", ["llm", "/llm/", "/"])

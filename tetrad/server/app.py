@@ -118,6 +118,7 @@ def build_app(service: Service) -> Starlette:
         Exception: _of_bug,
     }
     app = Starlette(routes=_routes(service), exception_handlers=failures)
+    app.router.redirect_slashes = False
     app.state.is_strict = service.config.strict_api
     _add_layers(app, service)
     return app

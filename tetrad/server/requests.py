@@ -4,7 +4,8 @@
     X-Request-Timeout   seconds it may take
     traceparent         the trace that it is part of
 
-A path below `--root-path` is served whether a proxy has taken that off or not.
+A path below `--root-path` is served whether a proxy has taken that off or not, and with a slash
+behind it as without: nobody is sent elsewhere, which a Host header would have a say in.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RequestDoor:
         now = Arrival(given if _ID.fullmatch(given) else uuid.uuid4().hex, self._service.config)
         now.traceparent = headers.get("traceparent", "")
         begin(now)
-        self._find_root(scope)
+        self._find_path(scope)
         status = LEFT
 
         async def sending(message: Message) -> None:
@@ -74,7 +75,9 @@ class RequestDoor:
             return
         await self._app(scope, receive, send)
 
-    def _find_root(self, scope: Scope) -> None:
+    def _find_path(self, scope: Scope) -> None:
+        # Before the keys are looked at, which go by the path.
+        scope["path"] = scope["path"].removesuffix("/")
         if self._root:
             scope["root_path"] = self._root
             if not (scope["path"] + "/").startswith(self._root + "/"):
