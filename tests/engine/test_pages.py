@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from tetrad.core.step import PAGE_TOKENS
@@ -9,9 +11,14 @@ from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.prefix import PrefixCache, extend_names
 
 
+def filled(*pages: int) -> array[int]:
+    """Tokens of a sequence whose i-th page is filled with the token pages[i]."""
+    return array("i", [token for token in pages for _ in range(PAGE_TOKENS)])
+
+
 def names_of(*pages: int) -> list[bytes]:
-    """Names of a sequence whose i-th page is filled with the token pages[i]."""
-    token_ids = [token for token in pages for _ in range(PAGE_TOKENS)]
+    """Of the pages of such a sequence."""
+    token_ids = filled(*pages)
     names: list[bytes] = []
     extend_names(names, token_ids, len(token_ids))
     return names
@@ -54,9 +61,9 @@ def test_names_depend_on_everything_before():
 
 def test_names_are_extended_not_repeated():
     names = names_of(1)
-    extend_names(names, [1] * PAGE_TOKENS + [2] * PAGE_TOKENS, 2 * PAGE_TOKENS - 1)
+    extend_names(names, filled(1, 2), 2 * PAGE_TOKENS - 1)
     assert names == names_of(1)
-    extend_names(names, [1] * PAGE_TOKENS + [2] * PAGE_TOKENS, 2 * PAGE_TOKENS)
+    extend_names(names, filled(1, 2), 2 * PAGE_TOKENS)
     assert names == names_of(1, 2)
 
 

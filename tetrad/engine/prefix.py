@@ -22,11 +22,11 @@ from tetrad.engine.blocks import PagePool
 NAME_BYTES = 16
 
 
-def extend_names(names: list[bytes], token_ids: Sequence[int], num_tokens: int) -> None:
-    """Append the names of the full pages of `token_ids[:num_tokens]` that `names` lacks."""
+def extend_names(names: list[bytes], token_ids: array[int], num_tokens: int) -> None:
+    """Append the names of the full pages of `token_ids[:num_tokens]`, int32, that `names` lacks."""
     for page in range(len(names), num_tokens // PAGE_TOKENS):
         digest = blake2b(names[-1] if names else b"", digest_size=NAME_BYTES)
-        digest.update(array("I", token_ids[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]))
+        digest.update(token_ids[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS])
         names.append(digest.digest())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -77,14 +78,14 @@ class Sequence:
     """Prompt and output at its limit."""
     asked: int = field(init=False)
     """Tokens it may generate, clipped; 0 if it ends at its limit only."""
-    _listed: list[int] = field(init=False)
-    """Known tokens as far as somebody has asked."""
+    _listed: array[int] = field(init=False)
+    """int32: known tokens as far as somebody has asked."""
     _recent: npt.NDArray[np.int32] | None = None
     """[PAGE_TOKENS] that of its row, with all known tokens that are not listed."""
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
-        self._listed = list(self.request.prompt_ids)
+        self._listed = array("i", self.request.prompt_ids)
         self.num_prompt = len(self._listed)
         self.counts = np.array([self.num_prompt, 0, 0])
         self.most_tokens = self.num_prompt + sampling.max_new_tokens
@@ -100,16 +101,16 @@ class Sequence:
         self.plain_from = self.num_prompt + early if is_plain else NEVER
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> array[int]:
         """Known tokens."""
         num_new = self.num_known - len(self._listed)
         if num_new:
             assert self._recent is not None
             assert num_new <= PAGE_TOKENS
             first = len(self._listed) % PAGE_TOKENS
-            in_turn = self._recent[first : first + num_new].tolist()
-            self._listed += in_turn
-            self._listed += self._recent[: num_new - len(in_turn)].tolist()
+            in_turn = self._recent[first : first + num_new]
+            self._listed.frombytes(in_turn.tobytes())
+            self._listed.frombytes(self._recent[: num_new - len(in_turn)].tobytes())
         return self._listed
 
     @property
@@ -181,7 +182,7 @@ class Sequence:
         """Of one that waits: another with the same known tokens and no part in steps in flight."""
         assert self.row == NO_ROW
         other = copy(self)
-        other._listed = list(self._listed)
+        other._listed = self._listed[:]
         other.counts = np.array([self.num_known, 0, 0])
         other.num_kept = 0
         other.num_retries += 1
