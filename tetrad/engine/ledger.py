@@ -126,7 +126,7 @@ class Ledger:
         """Take in the oldest step that is not applied: what that gave each request that got a token
         or ended. Requests that ended meanwhile are passed over."""
         step = self._planned.popleft()
-        num_decodes = len(step.rows)
+        num_decodes = len(step.decodes)
         gain = self._take_decodes(step, result.token_ids[:num_decodes])
         sampling = [(sequence, work) for sequence, work in step.works if work.sample]
         token_ids = result.token_ids[num_decodes:].tolist()
@@ -207,30 +207,26 @@ class Ledger:
     def _take_decodes(self, step: PlannedStep, token_ids: Ints) -> StepGain:
         """One sampled token for each of a step's decodes. Only those are looked at singly of which
         something else is new, or whose row is another's by now."""
-        table, rows = self.running.rows, step.rows
-        starts, sequences = step.decodes.starts, step.sequences
-        is_usual = (table.serial.take(rows) == step.serials) & (token_ids >= 0)
+        table, stays, starts = self.running.rows, step.stays, step.decodes.starts
+        is_usual = (table.serial.take(stays.rows) == stays.serials) & (token_ids >= 0)
         gain = StepGain()
-        if not is_usual.all():
-            for index in (~is_usual).nonzero()[0].tolist():
-                read = int(starts[index]) + 1, step.decodes.pages(index)
-                gain.outputs += self._take(sequences[index], *read, int(token_ids[index]), None)
-            rows, starts, token_ids = rows[is_usual], starts[is_usual], token_ids[is_usual]
-            sequences = sequences[is_usual]
-        known = table.add_tokens(rows, token_ids)
-        self.counters.generated_tokens += len(rows)
-        is_first = known == table.first_told.take(rows)
+        for index in (~is_usual).nonzero()[0].tolist():
+            read = int(starts[index]) + 1, step.decodes.pages(index)
+            gain.outputs += self._take(stays.sequences[index], *read, int(token_ids[index]), None)
+        table.add_tokens(stays.rows[is_usual], token_ids[is_usual])
+        self.counters.generated_tokens += int(is_usual.sum())
+        known = table.known.take(stays.rows)
+        is_first = known == stays.first_told
         may_keep = is_first | (starts % PAGE_TOKENS == PAGE_TOKENS - 1)
-        for index in may_keep.nonzero()[0].tolist():
-            self._keep_full_pages(sequences[index], int(starts[index]) + 1)
-        is_new = is_first | self.running.may_end(token_ids)
-        is_new |= known >= table.most_tokens.take(rows)
-        is_plain = ~is_new
-        gain.token_ids, gain.sequences = token_ids[is_plain], sequences[is_plain]
-        gain.numbers = table.number.take(rows)[is_plain]
-        gain.workers = table.worker.take(rows)[is_plain]
-        for index in is_new.nonzero()[0].tolist():
-            gain.outputs.append(self._told(sequences[index], int(token_ids[index]), None))
+        for index in (may_keep & is_usual).nonzero()[0].tolist():
+            self._keep_full_pages(stays.sequences[index], int(starts[index]) + 1)
+        is_new = is_first | self.running.may_end(token_ids) | (known >= stays.most_tokens)
+        is_plain = is_usual & ~is_new
+        plain = slice(None) if is_plain.all() else is_plain
+        gain.token_ids, gain.sequences = token_ids[plain], stays.sequences[plain]
+        gain.numbers, gain.workers = stays.numbers[plain], stays.workers[plain]
+        for index in (is_new & is_usual).nonzero()[0].tolist():
+            gain.outputs.append(self._told(stays.sequences[index], int(token_ids[index]), None))
         return gain
 
     def _take(

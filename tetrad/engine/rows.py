@@ -7,14 +7,39 @@ whose counts are views of its row: there is one truth. No torch.
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
-from tetrad.core.plan import Decodes, Ints, PageTable
+import numpy as np
+import numpy.typing as npt
+
+from tetrad.core.plan import Decodes, Ints, Objects, PageTable, no_ints
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.sequence import SEED_MASK, Sequence, sampling_rules
 
 FIRST_PAGES = 16
 """Columns of page ids at first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stays:
+    """Who has some rows, and what does not change of them while they have: columns [D]."""
+
+    rows: Ints
+    rids: Objects
+    sequences: Objects
+    seeds: npt.NDArray[np.uint64]
+    rules: npt.NDArray[np.float32]
+    """[3, D]."""
+    num_prompt: Ints
+    most_tokens: Ints
+    first_told: Ints
+    """Known tokens when it is told of the first since it runs."""
+    top_k: Ints
+    serials: Ints
+    """No other stay has the same."""
+    numbers: Ints
+    """`Request.number`."""
+    workers: Ints
 
 
 class Rows:
@@ -23,19 +48,10 @@ class Rows:
 
     def __init__(self, num_rows: int) -> None:
         self.numbers: Ints = np.zeros((13, num_rows), np.int64)
-        (
-            *(self.known, self.pending, self.computed),  # as in `Sequence.counts`
-            self.num_prompt,
-            self.most_tokens,
-            self.plain_from,
-            self.asked,
-            self.num_shared,
-            self.top_k,
-            self.first_told,  # known tokens when it is told of the first since it runs
-            self.serial,  # of this stay: no other has the same
-            self.number,  # of its request
-            self.worker,
-        ) = self.numbers
+        self.known, self.pending, self.computed = self.numbers[:3]  # as in `Sequence.counts`
+        self.plain_from, self.asked, self.num_shared = self.numbers[3:6]
+        self._lasting = self.numbers[6:]  # as they end `Stays`
+        self.num_prompt, self.most_tokens, _, _, self.serial, _, _ = self._lasting
         self.num_pages: Ints = np.zeros(num_rows, np.int64)
         self.sampled_row: Ints = np.zeros(num_rows, np.int64)
         """Row of the last step's result."""
@@ -48,6 +64,8 @@ class Rows:
         self.rids = np.full(num_rows, None, np.object_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._num_stays = 0
+        self._stays = self._stays_of(no_ints())
+        self._stays_since = 0
 
     def enter(self, sequence: Sequence) -> None:
         """It runs from now on: nothing of it is pending."""
@@ -57,13 +75,13 @@ class Rows:
         *rules, top_k = sampling_rules(params)
         self.numbers[:, row] = (
             *sequence.counts.tolist(),
-            sequence.num_prompt,
-            sequence.most_tokens,
             sequence.plain_from,
             sequence.asked,
             sequence.num_shared,
-            top_k,
+            sequence.num_prompt,
+            sequence.most_tokens,
             sequence.num_known + 1,
+            top_k,
             self._num_stays,
             sequence.request.number,
             sequence.request.worker,
@@ -95,14 +113,13 @@ class Rows:
         self.pages[row, first:num_pages] = pages
         self.num_pages[row] = num_pages
 
-    def add_page_each(self, sequences: list[Sequence], pages: list[int]) -> None:
+    def add_page_each(self, rows: Ints, pages: list[int]) -> None:
         """One of `pages` for each."""
-        rows = [sequence.row for sequence in sequences]
         places = self.num_pages[rows]
         self._make_room(int(places.max()) + 1)
         self.pages[rows, places] = pages
         self.num_pages[rows] = places + 1
-        for sequence, page in zip(sequences, pages, strict=True):
+        for sequence, page in zip(self.sequences[rows], pages, strict=True):
             sequence.pages += (page,)
 
     def _make_room(self, num_pages: int) -> None:
@@ -111,41 +128,55 @@ class Rows:
             wider[:, : self.pages.shape[1]] = self.pages
             self.pages = wider
 
-    def short_of_pages(self, rows: Ints, num_tokens: Ints) -> list[Sequence]:
-        """Those of `rows` whose pages do not hold so many tokens."""
-        is_short = num_tokens > self.num_pages.take(rows) * PAGE_TOKENS
-        found: list[Sequence] = self.sequences.take(rows[is_short]).tolist()
-        return found
+    def is_short_of_pages(self, rows: Ints, num_tokens: Ints) -> npt.NDArray[np.bool_]:
+        """Which of `rows` have pages that do not hold so many tokens?"""
+        return num_tokens > self.num_pages.take(rows) * PAGE_TOKENS
 
-    def add_tokens(self, rows: Ints, token_ids: Ints) -> Ints:
-        """One that was pending is known now for each of `rows`; returns how many each knows."""
+    def add_tokens(self, rows: Ints, token_ids: Ints) -> None:
+        """One that was pending is known now for each of `rows`."""
         places = self.known.take(rows)
         self.recent[rows, places % PAGE_TOKENS] = token_ids
-        known: Ints = places + 1
-        self.known[rows] = known
+        self.known[rows] = places + 1
         self.pending[rows] -= 1
-        return known
 
-    def plan_decodes(self, rows: Ints) -> Decodes:
-        """One more token for each of `rows` [D], which are one token behind. From here on it counts
+    def stays(self, rows: Ints) -> Stays:
+        """Of those that run in `rows`. As a rule the same as in the step before."""
+        is_same = self._stays_since == self._num_stays and np.array_equal(self._stays.rows, rows)
+        if not is_same:
+            self._stays, self._stays_since = self._stays_of(rows), self._num_stays
+        return self._stays
+
+    def _stays_of(self, rows: Ints) -> Stays:
+        return Stays(
+            rows,
+            self.rids.take(rows),
+            self.sequences.take(rows),
+            self.seeds.take(rows),
+            self.rules.take(rows, axis=1),
+            *self._lasting.take(rows, axis=1),
+        )
+
+    def plan_decodes(self, stays: Stays) -> Decodes:
+        """One more token for each of them [D], which are one token behind. From here on it counts
         as computed, and what it samples as pending."""
+        rows = stays.rows
         known, pending = self.known.take(rows), self.pending.take(rows)
         total = known + pending
-        starts = total - 1
-        token_ids = np.where(
-            pending > 0,
-            -1 - self.sampled_row.take(rows),
-            self.recent[rows, (known - 1) % PAGE_TOKENS],
-        )
+        token_ids = -1 - self.sampled_row.take(rows)
+        if not pending.all():
+            is_known = pending == 0
+            places = (known[is_known] - 1) % PAGE_TOKENS
+            token_ids[is_known] = self.recent[rows[is_known], places]
         self.pending[rows] = pending + 1
         self.computed[rows] = total
+        num_pages = -(-int(total.max(initial=0)) // PAGE_TOKENS)
         return Decodes(
-            rids=self.rids.take(rows),
+            rids=stays.rids,
             token_ids=token_ids,
-            starts=starts,
-            page_table=self.pages[rows, : -(-int(total.max(initial=0)) // PAGE_TOKENS)],
-            seeds=self.seeds.take(rows),
-            num_generated=total - self.num_prompt.take(rows),
-            rules=self.rules.take(rows, axis=1),
-            top_k=self.top_k.take(rows),
+            starts=total - 1,
+            page_table=self.pages[:, :num_pages].take(rows, axis=0),
+            seeds=stays.seeds,
+            num_generated=total - stays.num_prompt,
+            rules=stays.rules,
+            top_k=stays.top_k,
         )

@@ -81,7 +81,8 @@ class Scheduler(Ledger):
         is not free; or if none has a token to go."""
         step, last, table = PlannedStep(), self._planned[-1], self.running.rows
         pairs = [(s, work) for s, work in last.works if s.pages]  # still, if applied since
-        rows = last.rows[table.serial.take(last.rows) == last.serials]
+        rows = last.stays.rows
+        rows = rows[table.serial.take(rows) == last.stays.serials]
         if all(work.sample and not s.needs_history for s, work in pairs):
             rows = np.concatenate([rows, np.array([s.row for s, _ in pairs], np.int64)])
             total = table.known.take(rows) + table.pending.take(rows)
@@ -130,11 +131,13 @@ class Scheduler(Ledger):
         """Those of `rows` whose pages do not hold so many tokens. Before, each that is short gets a
         page, if there are enough for all; then none is left of those that decode."""
         table = self.running.rows
-        short = table.short_of_pages(rows, num_tokens)
-        if not 0 < len(short) <= self.cache.num_available:
-            return short
-        table.add_page_each(short, self.cache.allocate(len(short)))
-        return table.short_of_pages(rows, num_tokens)
+        is_short = table.is_short_of_pages(rows, num_tokens)
+        short, num_tokens = rows[is_short], num_tokens[is_short]
+        if 0 < len(short) <= self.cache.num_available:
+            table.add_page_each(short, self.cache.allocate(len(short)))
+            short = short[table.is_short_of_pages(short, num_tokens)]
+        found: list[Sequence] = table.sequences[short].tolist()
+        return found
 
     def _has_pages(self, sequence: Sequence) -> bool:
         """Make sure its known tokens have slots; False if no page is to be had."""

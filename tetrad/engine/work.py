@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tetrad.core.plan import NO_DECODES, Decodes, Ints, Objects, StepPlan, no_ints, no_objects
+from tetrad.core.plan import NO_DECODES, Decodes, Ints, StepPlan, no_ints
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.core.step import SampleWork, SequenceWork
-from tetrad.engine.rows import Rows
+from tetrad.engine.rows import Rows, Stays
 from tetrad.engine.sequence import Sequence
+
+NO_STAYS = Rows(0).stays(no_ints())
 
 
 @dataclass(slots=True)
@@ -19,23 +21,20 @@ class PlannedStep:
     """A step that is not applied yet, and whose its rows are: columns [D] and pairs."""
 
     decodes: Decodes = NO_DECODES
-    rows: Ints = field(default_factory=no_ints)
-    serials: Ints = field(default_factory=no_ints)
-    """Of the stays in those rows: by now others may have them."""
-    sequences: Objects = field(default_factory=no_objects)
+    stays: Stays = NO_STAYS
+    """In those rows: by now others may have them."""
     works: list[tuple[Sequence, SequenceWork]] = field(default_factory=list)
     """What goes on, then newcomers."""
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self.rows) or self.works)
+        return not (len(self.decodes) or self.works)
 
     def decode(self, table: Rows, rows: Ints) -> None:
         """One more token for each that has one of these rows."""
         if len(rows):
-            self.rows, self.serials = rows, table.serial.take(rows)
-            self.sequences = table.sequences.take(rows)
-            self.decodes = table.plan_decodes(rows)
+            self.stays = table.stays(rows)
+            self.decodes = table.plan_decodes(self.stays)
 
     def add(self, table: Rows, sequence: Sequence, budget: int) -> int:
         """What one can compute within the budget; returns how many tokens that are."""
@@ -54,8 +53,8 @@ class PlannedStep:
 
     def commit(self, table: Rows) -> StepPlan:
         """The plan. Its samples are those that tokens of the next step may be pending on."""
-        num_decodes = len(self.rows)
-        table.sampled_row[self.rows] = np.arange(num_decodes)
+        num_decodes = len(self.decodes)
+        table.sampled_row[self.stays.rows] = np.arange(num_decodes)
         sampling = (sequence for sequence, work in self.works if work.sample)
         for row, sequence in enumerate(sampling, num_decodes):
             table.sampled_row[sequence.row] = row
@@ -63,13 +62,13 @@ class PlannedStep:
 
     def pairs(self) -> Iterator[tuple[Sequence, SequenceWork]]:
         """Each sequence beside what it computes, in the order of the plan."""
-        for index, sequence in enumerate(self.sequences):
+        for index, sequence in enumerate(self.stays.sequences):
             yield sequence, self.work_of(index)
         yield from self.works
 
     def work_of(self, index: int) -> SequenceWork:
         """A row of `decodes` as a struct."""
-        decodes, sequence = self.decodes, self.sequences[index]
+        decodes, sequence = self.decodes, self.stays.sequences[index]
         return SequenceWork(
             rid=sequence.request.rid,
             token_ids=(int(decodes.token_ids[index]),),
