@@ -21,8 +21,8 @@ NOTHING = torch.empty(0, dtype=torch.int64)
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
     """`token_ids` [T] with `sampled[r]` for each -1 - r: `sampled` [R] int64 are the tokens of the
     step before, -1 where logits were not finite: read as token 0, since that request ends."""
-    rows = (-1 - token_ids).clamp_(min=0)
-    return torch.where(token_ids < 0, sampled[rows].clamp(min=0), token_ids)
+    rows = (~token_ids).clamp_(min=0)
+    return torch.where(token_ids < 0, sampled.index_select(0, rows), token_ids).clamp_(min=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ class Columns:
 
 def _slots(page_table: PageTable, rows: Ints, positions: Ints) -> Ints:
     """Where the key of each of `positions` [T], of `rows` [T] of the table, is kept."""
-    pages: Ints = page_table[rows, positions // PAGE_TOKENS].astype(np.int64)
-    return pages * PAGE_TOKENS + positions % PAGE_TOKENS
+    places = positions // PAGE_TOKENS
+    pages: Ints = page_table.take(rows * page_table.shape[1] + places).astype(np.int64)
+    return positions + (pages - places) * PAGE_TOKENS
 
 
 def _page_table(decodes: Decodes, works: tuple[SequenceWork, ...], width: int) -> PageTable:

@@ -72,8 +72,9 @@ class Sampler:
             for row, work in enumerate(works, first)
             if work.params.num_logprobs is not None
         }
-        rows = to_device(torch.tensor(list(counts), dtype=torch.int64), logits.device)
-        log_probs = logits[rows].log_softmax(dim=1)
+        if counts:
+            rows = to_device(torch.tensor(list(counts)), logits.device)
+            log_probs = logits[rows].log_softmax(dim=1)
         has_changed = apply_rules(logits[first:], works)
         if masks is not None and (allowed := masks()) is not None:
             allow_only(logits, allowed.sampled_rows, mask_bits(allowed, logits.shape[1]))
@@ -89,15 +90,16 @@ class Sampler:
 
     def _choose(self, logits: Tensor, decodes: Decodes, works: Sequence[SampleWork]) -> Tensor:
         own = np.array([sampling_rules(work.params) for work in works]).reshape(-1, 4).T
-        rules = np.concatenate([decodes.rules, own[:3]], axis=1, dtype=np.float32)
-        if not rules[0].any():
+        numbers = np.empty((4, len(logits)), np.float32)
+        numbers[:3, : len(decodes)] = decodes.rules
+        numbers[:3, len(decodes) :] = own[:3]
+        if not numbers[0].any():
             return self._sample_op(logits, None)
         seeds = np.array([work.seed & SEED_MASK for work in works], np.uint64)
         indices = np.array([work.num_generated for work in works], np.int64)
-        draws = uniforms(
+        numbers[3] = uniforms(
             np.concatenate([decodes.seeds, seeds]), np.concatenate([decodes.num_generated, indices])
         )
-        numbers = np.concatenate([rules, draws[None]])
         on_device = to_device(torch.from_numpy(numbers), logits.device)
         ranks = np.concatenate([decodes.top_k, own[3].astype(np.int64)])
         top_k = to_device(torch.from_numpy(ranks), logits.device)

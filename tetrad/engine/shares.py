@@ -43,10 +43,8 @@ class Shares:
             full[self.owner(output.rid)].append(output)
             if output.finish is not None:
                 self.end(output.rid)
+        numbers, token_ids = gain.numbers.astype(np.uint32), gain.token_ids.astype(np.int32)
         for worker, outputs in full.items():
-            token_ids, numbers = gain.token_ids, gain.numbers
-            if len(workers) > 1:
-                is_its = gain.workers == worker
-                token_ids, numbers = token_ids[is_its], numbers[is_its]
-            columns = numbers.astype(np.uint32).tobytes(), token_ids.astype(np.int32).tobytes()
+            its = (gain.workers == worker).nonzero()[0]
+            columns = numbers.take(its).tobytes(), token_ids.take(its).tobytes()
             yield worker, StepOutputs(outputs, stats, *columns)
