@@ -23,20 +23,21 @@ def uniforms(seeds: npt.NDArray[np.uint64], indices: Ints) -> npt.NDArray[np.flo
     blocks = places >> np.uint64(2)
     # Words 0 and 1, then 2 and 3, as the halves of a number each: the upper one is multiplied, and
     # the product's halves are the words of the other pair, but for the key and this one's lower.
-    pairs_of_words = np.stack([blocks << HALF | blocks >> HALF, np.zeros_like(blocks)])
+    words = np.stack([blocks << HALF | blocks >> HALF, np.zeros_like(blocks)])
     keys = np.stack([seeds << HALF, seeds >> HALF << HALF])
     # as long as the others: numpy spreads a column over rows at half the speed
     steps = np.array(KEY_STEPS, np.uint64).repeat(len(seeds)).reshape(keys.shape) << HALF
     multipliers = np.array(MULTIPLIERS, np.uint64).repeat(len(seeds)).reshape(keys.shape)
+    products = np.empty_like(words)
+    (first, second), (left, right) = words, products
     for _ in range(NUM_ROUNDS):
-        products = pairs_of_words >> HALF
+        np.right_shift(words, HALF, out=products)
         products *= multipliers
-        pairs_of_words <<= HALF
-        pairs_of_words ^= keys
-        pairs_of_words[0] ^= products[1]
-        pairs_of_words[1] ^= products[0]
+        words <<= HALF
+        words ^= keys
+        first ^= right
+        second ^= left
         keys += steps
-    first, second = pairs_of_words
     chosen = np.where(places & np.uint64(2), second, first)
     chosen <<= (places & ODD) * HALF
     chosen >>= np.uint64(40)
