@@ -173,6 +173,6 @@ def build(plan: StepPlan, device: torch.device, sampled: Tensor = NOTHING) -> Fo
         kv_lens=ints[num_rows + 1 :],
         page_table=to_device(torch.from_numpy(columns.page_table), device),
         logit_rows=longs[3 * num_tokens :],
-        query_lens=tuple(columns.query_lens.tolist()),
+        query_lens=(1,) * len(plan.decodes) + tuple(len(work.token_ids) for work in plan.sequences),
         kv_lens_host=tuple(columns.kv_lens.tolist()),
     )

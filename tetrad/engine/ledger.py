@@ -132,7 +132,9 @@ class Ledger:
         token_ids = result.token_ids[num_decodes:].tolist()
         for row, (sequence, work) in enumerate(sampling, num_decodes):
             token_id, logprob = token_ids[row - num_decodes], result.logprobs.get(row)
-            gain.outputs += self._take(sequence, work.num_kv_tokens, work.pages, token_id, logprob)
+            if self._lives(sequence):
+                read = work.num_kv_tokens, work.pages
+                gain.outputs.append(self._take(sequence, *read, token_id, logprob))
         return gain
 
     def as_replay(self) -> StepPlan:
@@ -157,7 +159,7 @@ class Ledger:
             sequence.request.rid
             for sequence, is_its in zip(sampling, is_bad.tolist(), strict=True)
             if is_its
-            and self._live.get(sequence.request.rid) is sequence
+            and self._lives(sequence)
             and sequence.num_retries < MAX_RETRIES
         }
 
@@ -211,8 +213,9 @@ class Ledger:
         is_usual = (table.serial.take(stays.rows) == stays.serials) & (token_ids >= 0)
         gain = StepGain()
         for index in (~is_usual).nonzero()[0].tolist():
-            read = int(starts[index]) + 1, step.decodes.pages(index)
-            gain.outputs += self._take(stays.sequences[index], *read, int(token_ids[index]), None)
+            if self._lives(sequence := stays.sequences[index]):
+                read = int(starts[index]) + 1, step.decodes.pages(index)
+                gain.outputs.append(self._take(sequence, *read, int(token_ids[index]), None))
         table.add_tokens(stays.rows[is_usual], token_ids[is_usual])
         self.counters.generated_tokens += int(is_usual.sum())
         known = table.known.take(stays.rows)
@@ -236,19 +239,20 @@ class Ledger:
         pages: tuple[int, ...],
         token_id: int,
         logprob: TokenLogprob | None,
-    ) -> list[RequestOutput]:
-        """One sampled token of a sequence that may have ended meanwhile, in which case nothing is
-        told. `num_kv_tokens` and `pages`: what the step read."""
-        if self._live.get(sequence.request.rid) is not sequence:
-            return []
+    ) -> RequestOutput:
+        """One sampled token of a sequence that lives. `num_kv_tokens` and `pages`: what the step
+        read."""
         sequence.expect(-1)
         if token_id < 0:
-            return [self._fail(sequence, pages)]
+            return self._fail(sequence, pages)
         sequence.add_token(token_id)
         self.counters.generated_tokens += 1
-        if num_kv_tokens >= (sequence.num_kept + 1) * PAGE_TOKENS:
-            self._keep_full_pages(sequence, num_kv_tokens)
-        return [self._told(sequence, token_id, logprob)]
+        self._keep_full_pages(sequence, min(num_kv_tokens, sequence.num_computed))
+        return self._told(sequence, token_id, logprob)
+
+    def _lives(self, sequence: Sequence) -> bool:
+        """Steps in flight also compute for those that have ended meanwhile."""
+        return self._live.get(sequence.request.rid) is sequence
 
     def _told(
         self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
@@ -265,7 +269,7 @@ class Ledger:
         logits, which vouch for the keys they were computed from. A sequence that was preempted
         since has none."""
         token_ids = sequence.token_ids  # also lists what its row has no room to keep
-        num_full = min(num_kv_tokens, sequence.num_computed) // PAGE_TOKENS
+        num_full = num_kv_tokens // PAGE_TOKENS
         if num_full <= sequence.num_kept or not self.cache.is_enabled:
             return
         extend_names(sequence.page_names, token_ids, num_full * PAGE_TOKENS)

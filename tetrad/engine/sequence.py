@@ -107,10 +107,9 @@ class Sequence:
         if num_new:
             assert self._recent is not None
             assert num_new <= PAGE_TOKENS
-            first = len(self._listed) % PAGE_TOKENS
-            in_turn = self._recent[first : first + num_new]
-            self._listed.frombytes(in_turn.tobytes())
-            self._listed.frombytes(self._recent[: num_new - len(in_turn)].tobytes())
+            first, size = len(self._listed) % PAGE_TOKENS, self._listed.itemsize
+            twice = 2 * self._recent.tobytes()
+            self._listed.frombytes(twice[first * size : (first + num_new) * size])
         return self._listed
 
     @property
