@@ -158,9 +158,7 @@ class Ledger:
         return {
             sequence.request.rid
             for sequence, is_its in zip(sampling, is_bad.tolist(), strict=True)
-            if is_its
-            and self._lives(sequence)
-            and sequence.num_retries < MAX_RETRIES
+            if is_its and self._lives(sequence) and sequence.num_retries < MAX_RETRIES
         }
 
     def retry(self, rids: Collection[str]) -> None:

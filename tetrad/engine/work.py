@@ -40,7 +40,9 @@ class PlannedStep:
         """What one can compute within the budget; returns how many tokens that are."""
         start, total = sequence.num_computed, sequence.num_total
         end = min(start + budget, total)
-        token_ids = tuple(sequence.token_ids[start:end])
+        is_prompt = end <= sequence.num_prompt
+        known = sequence.request.prompt_ids if is_prompt else sequence.token_ids
+        token_ids = tuple(known[start:end])
         if len(token_ids) < end - start:
             token_ids += (-1 - int(table.sampled_row[sequence.row]),)
         is_caught_up = end == total
