@@ -3,6 +3,7 @@ to one after the other."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,24 @@ def test_a_first_token_is_told_in_full_though_a_decode_samples_it():
     ]
     assert gains[1].outputs[0].queue_s > 0
     assert scheduler.cache.num_idle == 1, "its full page was kept"
+
+
+def test_nothing_of_a_request_outlives_it():
+    """What rows keep from one step to the next names sequences, and so whole prompts."""
+
+    def num_sequences() -> int:
+        gc.collect()
+        return sum(type(found) is Sequence for found in gc.get_objects())
+
+    before = num_sequences()
+    engine = Engine(make_scheduler(make_limits(16)), FakeRunner(16), overlap=False)
+    for number in range(3):
+        engine.add(make_request(f"r{number}", 10 + number, new=20))
+    for _ in range(6):
+        engine.step()
+    assert num_sequences() == before + 3
+    engine.end(None)
+    assert num_sequences() == before
 
 
 def test_rows_are_given_back_and_their_tokens_kept():

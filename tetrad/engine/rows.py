@@ -64,7 +64,7 @@ class Rows:
         self.rids = np.full(num_rows, None, np.object_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._num_stays = 0
-        self._stays = self._stays_of(no_ints())
+        self._nobody = self._stays = self._stays_of(no_ints())
         self._stays_since = 0
 
     def enter(self, sequence: Sequence) -> None:
@@ -102,6 +102,7 @@ class Rows:
         self.num_pages[row] = self.serial[row] = 0
         self.sequences[row] = self.rids[row] = None
         self._free.append(row)
+        self._stays = self._nobody  # whose sequences would live on until others decode
         return pages
 
     def add_pages(self, sequence: Sequence, pages: tuple[int, ...]) -> None:
