@@ -152,6 +152,19 @@ async def test_a_dead_engine_and_a_refusal_abort_nobody(
     assert await aborted(client) == 0
 
 
+async def test_a_dead_engine_aborts_no_choice_that_waits_for_the_first_of_its_prompt(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    engine.gate.clear()
+    long = {"prompt": "3 " * 100, "n": 3}
+    asking = asyncio.create_task(client.post(COMPLETIONS, json=long))
+    await until(lambda: len(engine.live) == 1)
+    engine.died.set_result(EngineDiedError("No luck."))
+    engine.gate.set()
+    assert (await asking).status_code == 503
+    assert await aborted(client) == 0
+
+
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 async def test_a_response_in_the_background_that_is_not_wanted_is_counted(
     client: httpx.AsyncClient,

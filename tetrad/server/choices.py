@@ -126,6 +126,7 @@ async def generate(
                         running.leave(index)
                 yield deltas
         except EngineDiedError as error:
+            watch.engine_died()
             raise service.why_ended(error) from None
         except GenerationError as error:
             _log.error("%s failed: %s", choices[0].request.rid, error)

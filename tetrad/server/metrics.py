@@ -214,6 +214,10 @@ class RequestWatch:
         """A choice has ended with an error."""
         self._num_open -= 1
 
+    def engine_died(self) -> None:
+        """All have, those that had not begun too."""
+        self._num_open = 0
+
     @property
     def has_started(self) -> bool:
         return any(at is not None for at in self._first_at)
