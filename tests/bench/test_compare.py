@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.bench.test_block import run
 from tetrad.bench.compare import compare, comparison, difference, table
 from tetrad.bench.compare_options import BenchCompareConfig
-from tetrad.core.errors import ConfigError
+from tetrad.core.errors import BenchFailure, ConfigError
 
 
 def test_the_interval_is_students():
@@ -41,9 +42,30 @@ async def test_turns_change_and_no_prompt_comes_twice():
         return run()
 
     config = BenchCompareConfig(a="http://a:1", b="http://b:1", pairs=3)
-    assert len(await compare(config, measure)) == 3
+    pairs, ended_by = await compare(config, measure)
+    assert len(pairs) == 3
+    assert ended_by is None
     assert "".join(url[7] for url, _ in asked) == "abbaab"
     assert [repetition for _, repetition in asked] == list(range(6))
+
+
+@pytest.mark.parametrize("error", [BenchFailure("gone"), asyncio.CancelledError()])
+@pytest.mark.parametrize("fails_at", [3, 5])
+async def test_what_was_measured_outlives_the_run_that_fails(error: BaseException, fails_at: int):
+    """With two pairs there is an interval to show."""
+    config = BenchCompareConfig(a="http://a:1", b="http://b:1", pairs=4)
+
+    async def measure(_asked, repetition):
+        if repetition == fails_at:
+            raise error
+        return run()
+
+    if fails_at == 3:
+        with pytest.raises(type(error)):
+            await compare(config, measure)
+    else:
+        pairs, ended_by = await compare(config, measure)
+        assert (len(pairs), ended_by) == (2, error)
 
 
 def test_two_addresses_are_needed():

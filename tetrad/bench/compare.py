@@ -6,6 +6,7 @@ both alike. The ratio B/A of each pair is one observation; their logarithms get 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from tetrad.bench.compare_options import BenchCompareConfig
 from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.repeats import FIGURES
+from tetrad.core.errors import TetradError
 from tetrad.core.records import BenchRun
 from tetrad.core.serve_records import Comparison, Difference
 
@@ -31,20 +33,28 @@ def turns(pairs: int) -> str:
     return ("abba" * pairs)[: 2 * pairs]
 
 
-async def compare(config: BenchCompareConfig, measure: Measure) -> list[tuple[BenchRun, BenchRun]]:
-    """Pairs of runs (A, B); fewer after an interrupt. Each run has prompts of its own, so that no
-    server's cache knows them, even when A and B are one server."""
+async def compare(
+    config: BenchCompareConfig, measure: Measure
+) -> tuple[list[tuple[BenchRun, BenchRun]], BaseException | None]:
+    """Pairs of runs (A, B), and what ended them early, if two or more had been measured. Each run
+    has prompts of its own, so that no server's cache knows them, even when A and B are one server.
+    """
     pairs: list[tuple[BenchRun, BenchRun]] = []
     runs: dict[str, BenchRun] = {}
     for number, side in enumerate(turns(config.pairs)):
         asked = config.model_copy(update={"base_url": getattr(config, side)})
-        runs[side] = await measure(asked, number)
+        try:
+            runs[side] = await measure(asked, number)
+        except (TetradError, asyncio.CancelledError) as error:
+            if len(pairs) < 2:
+                raise
+            return pairs, error
         if runs[side].interrupted:
-            break
+            return pairs, KeyboardInterrupt()
         if len(runs) == 2:
             pairs.append((runs["a"], runs["b"]))
             runs = {}
-    return pairs
+    return pairs, None
 
 
 def comparison(pairs: Sequence[tuple[BenchRun, BenchRun]]) -> Comparison:

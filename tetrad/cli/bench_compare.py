@@ -10,6 +10,7 @@ from tetrad.cli import bench_files
 from tetrad.cli.bench_serve import refuse
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
+from tetrad.core.errors import TetradError
 
 if TYPE_CHECKING:
     from tetrad.bench.options import BenchServeConfig
@@ -40,7 +41,7 @@ def _bench_compare(config: BenchCompareConfig) -> int:
         bench_files.write_run(run, asked)
         return run
 
-    pairs = uvloop.run(compare(config, measure))
+    pairs, ended_by = uvloop.run(compare(config, measure))
     runs = [run for pair in pairs for run in pair]
     for run in runs:
         if run.failed > config.allow_failures:
@@ -48,7 +49,9 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     print("", *table(comparison(pairs)), sep="\n")
     for run in runs:
         refuse(run, config.allow_failures)
-    if len(pairs) < config.pairs:
+    if isinstance(ended_by, TetradError):
+        raise ended_by
+    if ended_by is not None:
         raise KeyboardInterrupt
     return 0
 
