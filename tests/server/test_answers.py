@@ -246,11 +246,12 @@ def test_what_is_refused_is_marked_and_told_as_it_is(document: dict[str, Any]):
             assert bool(shown[name].get("deprecated")) == bool(marks), name
             for mark in marks:
                 num_refused += 1
-                assert mark.reason in shown[name]["description"]
-                for value in shown[name]["enum"]:
+                told = shown[name]["description"]
+                assert mark.reason in told
+                for value in (None, False, 0, "", [], {}, *mark.allowed):
                     body.model_validate(least | {name: value})
+                assert all(repr(value) in told for value in mark.allowed)
                 for value in (7, "x", [0], {"a": 0}, True):
-                    assert value not in shown[name]["enum"] or value in mark.allowed
                     with pytest.raises(ValueError, match=name):
                         body.model_validate(least | {name: value})
     assert num_refused > 100
