@@ -142,8 +142,9 @@ async def test_health_generate_runs_one_token(client: httpx.AsyncClient, engine:
 
 
 async def test_flush_cache(client: httpx.AsyncClient, engine: FakeEngine):
-    for method in ("GET", "POST"):
-        response = await client.request(method, "/flush_cache")
+    asked = (("GET", "/flush_cache"), ("POST", "/flush_cache"), ("POST", "/reset_prefix_cache"))
+    for method, path in asked:
+        response = await client.request(method, path)
         assert response.status_code == 200
         assert response.text.startswith("Cache flushed.\n")
     engine.flush_reply = (False, "2 requests are running.")

@@ -41,7 +41,8 @@ def key_file(tmp_path: Path) -> Path:
 
 def test_all_that_changes_the_server_is_the_operator_s():
     assert [
-        *("/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"),
+        *("/flush_cache", "/reset_prefix_cache", "/abort_request"),
+        *("/pause_generation", "/continue_generation"),
         *("/start_profile", "/stop_profile", "/configure_logging"),
     ] == ADMIN_PATHS
 

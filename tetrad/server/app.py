@@ -88,6 +88,7 @@ ROUTES = (
     Route(("GET",), "/server_info", about.server_info),
     Route(("GET",), "/get_server_info", about.server_info),
     Route(("GET", "POST"), "/flush_cache", admin.flush_cache, is_admin=True, query=("timeout",)),
+    Route(("POST",), "/reset_prefix_cache", admin.flush_cache, is_admin=True, query=("timeout",)),
     Route(("POST",), "/abort_request", admin.abort_request, admin.AbortBody, is_admin=True),
     Route(("POST",), "/pause_generation", admin.pause_generation, admin.PauseBody, is_admin=True),
     Route(("POST",), "/continue_generation", admin.continue_generation, is_admin=True),
@@ -266,11 +267,14 @@ async def _of_http(request: Request, error: Exception) -> Response:
     missing = f"There is no {path[:200]!r} here" + (
         f"; perhaps {near[0]!r} is meant." if near else f"; there are {', '.join(known)}."
     )
+    absent = ABSENT.get(path.removeprefix("/v1"))
     message = {
-        404: ABSENT.get(path.removeprefix("/v1"), missing),
+        404: absent or missing,
         405: f"{request.method} is not possible on {path[:200]!r}, but {allowed}.",
     }.get(error.status_code, str(error.detail))
-    return error_response(message, error.status_code, headers=headers, path=path)
+    # Gateways take a server that has answered a request with 404 for gone, for everybody.
+    status = 400 if absent and request.method == "POST" else error.status_code
+    return error_response(message, status, headers=headers, path=path)
 
 
 def _allowed(request: Request) -> str:
