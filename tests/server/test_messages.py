@@ -298,7 +298,7 @@ async def test_other_errors_have_anthropics_shape(
     check_error(await client.get(ROUTE), 405, "invalid_request_error")
     check_error(await client.post(f"{ROUTE}/x"), 404, "not_found_error")
     batches = await client.post(f"{ROUTE}/batches", json={})
-    assert "keeps no files, batches" in check_error(batches, 404, "not_found_error")
+    assert "keeps no files, batches" in check_error(batches, 400, "invalid_request_error")
     engine.script = lambda _: [Step((5,)), Step((), Finish("error", message="No luck."))]
     check_error(await client.post(ROUTE, json=body()), 500, "api_error")
     *_, last = await post(client, stream=True)
