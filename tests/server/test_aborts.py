@@ -13,8 +13,6 @@ from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.test_about import connect, samples
 from tetrad.core.errors import EngineDiedError
 from tetrad.core.request import Finish, Request
-from tetrad.server import responses
-from tetrad.server.service import Service
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -163,21 +161,3 @@ async def test_a_dead_engine_aborts_no_choice_that_waits_for_the_first_of_its_pr
     engine.gate.set()
     assert (await asking).status_code == 503
     assert await aborted(client) == 0
-
-
-@pytest.mark.parametrize("how", ["cancel", "delete"])
-async def test_a_response_in_the_background_that_is_not_wanted_is_counted(
-    client: httpx.AsyncClient,
-    engine: FakeEngine,
-    service: Service,
-    monkeypatch: pytest.MonkeyPatch,
-    how: str,
-):
-    monkeypatch.setattr(responses, "POLL_S", 0.01)
-    engine.gate.clear()
-    begun = await client.post(RESPONSES, json={"input": "3", "background": True})
-    await until(lambda: bool(engine.live))
-    path = f"{RESPONSES}/{begun.json()['id']}"
-    await (client.post(f"{path}/cancel") if how == "cancel" else client.delete(path))
-    await until(lambda: not service.background)
-    assert await aborted(client) == 1

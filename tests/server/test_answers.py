@@ -228,6 +228,8 @@ def test_every_field_of_a_body_is_described(document: dict[str, Any]):
     answers = read_json_object(ANSWERS)["schemas"]
     bodies = {n: s for n, s in document["components"]["schemas"].items() if n not in answers}
     assert len(bodies) > 30
+    told = [way["summary"] for path in document["paths"].values() for way in path.values()]
+    assert all(summary == " ".join(summary.split()) for summary in told)
     for name, schema in bodies.items():
         for field, told in schema.get("properties", {}).items():
             assert 5 < len(told.get("description", "")) < 200, f"{name}.{field}"

@@ -12,6 +12,7 @@ import pytest
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.sse import named_events
+from tests.server.test_aborts import aborted
 from tests.server.test_about import connect
 from tetrad.core.request import Finish
 from tetrad.server import responses, shelf
@@ -343,6 +344,7 @@ async def test_a_response_in_the_background_can_end_early(
     await until(lambda: not service.background)
     assert engine.live == {}
     assert service.open_requests == 0
+    assert await aborted(client) == (how != "fail")
     ended = await client.get(path)
     if how == "delete":
         assert ended.status_code == 404

@@ -206,7 +206,7 @@ def openapi_document() -> dict[str, Any]:
             _shown,
             methods=[method],
             name=f"{method} {route.path}",
-            summary=(route.handler.__doc__ or "").strip(),
+            summary=" ".join((route.handler.__doc__ or "").split()),
             response_class=Response,
             openapi_extra=_told(route, answers["routes"][f"{method} {route.path}"]),
         )
