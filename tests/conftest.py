@@ -24,3 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def no_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, engines and models take the first backend that can run. Each choice would try all
+    in eight processes, and beside it the other tests' choices would; tests/kernels tries them."""
+    is_of_kernels = request.path.parent.name == "kernels"
+    if request.node.get_closest_marker("gpu") is None or is_of_kernels:
+        return
+    from tetrad.kernels import select, trial
+
+    untried = trial.TrialOutcome({}, is_fresh=True)
+    monkeypatch.setattr(select, "try_apart", lambda _request, _tell: untried)

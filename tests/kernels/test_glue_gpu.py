@@ -194,6 +194,11 @@ def test_fp8_keys_are_those_of_the_reference(num_tokens: int):
     assert same_bits(op.backends["triton"].run(**inputs), first)
 
 
+def num_written(pool: Tensor) -> int:
+    """Pages that are not all zero, without a copy of a pool that fills a tenth of the GPU."""
+    return int(pool.flatten(1).any(1).count_nonzero())
+
+
 def test_fp8_pools_past_two_to_the_31_bytes():
     op = OPS["latents"]
     inputs = inputs_of(op, fp8_latents(2))
@@ -210,8 +215,8 @@ def test_fp8_pools_past_two_to_the_31_bytes():
     assert torch.equal(far_pool.flatten(0, 1)[far], pool.flatten(0, 1)[near])
     found = fp8_keys.decode_index_keys(far_index_pool, far)
     assert torch.equal(found, fp8_keys.decode_index_keys(index_pool, near))
-    assert int(far_pool.count_nonzero(dim=(1, 2)).count_nonzero()) == 2
-    assert int(far_index_pool.count_nonzero(dim=(1, 2)).count_nonzero()) == 2
+    assert num_written(far_pool) == 2
+    assert num_written(far_index_pool) == 2
 
 
 @pytest.mark.parametrize(("rank", "rotary", "index"), [(512, 64, 0), (16, 8, 128)])
@@ -232,7 +237,7 @@ def test_pools_past_two_to_the_31_elements(rank: int, rotary: int, index: int):
     for ours, reference in list(zip(found, expected, strict=True))[: len(pools)]:
         rows = ours.flatten(0, 1)[far]
         assert compare(rows, reference.flatten(0, 1)[near]).passes(4e-3)
-        assert int(ours.count_nonzero(dim=(1, 2)).count_nonzero()) == 2
+        assert num_written(ours) == 2
 
 
 @pytest.mark.parametrize("backend", ["triton", "cublas"])
