@@ -44,7 +44,9 @@ test: $(READY) $(FLASHINFER) ## Run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 gpu-test: $(READY) ## Run the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not alone" -n auto --maxprocesses 16 \
+	  --dist worksteal
+	$(BIN)/python -m pytest -m alone
 
 lint: $(READY) ## Check style (ruff)
 	$(BIN)/ruff check .

@@ -48,8 +48,9 @@ def test_without_a_gpu_torch_streams():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_ceilings_on_a_gpu():
-    """Copying may not look much slower than reading: `copy_` in a graph did. Alone on the GPU."""
+    """Copying may not look much slower than reading: `copy_` in a graph did."""
     place = torch.device("cuda")
     found = measure_ceilings(CudaTimer(place), torch.bfloat16, place, 2.0)
     assert found.read_tb_per_s > 0.5

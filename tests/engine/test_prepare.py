@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.load import load_engine
-from tetrad.engine.prepare import graph_sizes, largest_step, prompt_steps
+from tetrad.engine.prepare import (
+    decode_steps,
+    graph_sizes,
+    largest_step,
+    prompt_steps,
+    step_sizes,
+)
 from tetrad.engine.runner import Runner
 
 
@@ -64,10 +71,28 @@ def test_prompts_of_every_size_and_kind_are_tried(context: int, topk: int):
             assert len(work.pages) * PAGE_TOKENS >= work.num_kv_tokens
         longest = max(work.num_kv_tokens for work in plan.sequences)
         sizes["sparse" if longest > topk else "short"].add(plan.num_tokens)
-    all_sizes = {1, 2, 4, 8, 16, 32, 64, 96}
+    all_sizes = set(step_sizes(96))
     fitting = {size for size in all_sizes if size <= 4 * min(topk, context)}
     assert sizes["short"] == fitting
     assert sizes["sparse"] == {size for size in all_sizes if topk + size <= context}
+
+
+def test_sizes_rise_by_half_at_most():
+    assert step_sizes(1) == (1,)
+    assert step_sizes(100) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100)
+    for most in (2, 3, 95, 96, 97, 8192, 10_000):
+        sizes = step_sizes(most)
+        assert sizes[-1] == most
+        assert all(2 * after <= 3 * before for before, after in pairwise(sizes[1:]))
+
+
+@pytest.mark.parametrize(("context", "starts"), [(512, {0, 31, 32}), (32, {0, 31}), (20, {0, 19})])
+def test_decodes_that_are_not_recorded_are_tried(context: int, starts: set[int]):
+    limits = make_limits(16, running=7, step=96, context=context)
+    plans = list(decode_steps(limits, 32, scratch_page=16, above=3))
+    found = {(len(plan.sequences), work.start) for plan in plans for work in plan.sequences}
+    assert found == {(rows, start) for rows in (4, 6, 7) for start in starts}
+    assert all(plan.num_tokens == len(plan.sequences) for plan in plans)
 
 
 def test_prompts_that_expand_their_keys_are_tried_both_ways(monkeypatch: pytest.MonkeyPatch):
@@ -75,15 +100,11 @@ def test_prompts_that_expand_their_keys_are_tried_both_ways(monkeypatch: pytest.
     monkeypatch.setattr(keys_module, "LEAST_EXPANDED", 256)
     limits = make_limits(64, running=4, step=1024, context=512)
     plans = list(prompt_steps(limits, 512, scratch_page=64))
-    starts = {
-        (plan.num_tokens, len(plan.sequences)): [work.start for work in plan.sequences]
-        for plan in plans
-    }
-    assert starts[256, 1] == starts[512, 1] == [0]
-    assert starts[1024, 2] == [0, 0]
-    assert starts[255, 1] == starts[511, 1] == [1]
-    assert starts[1022, 2] == [1, 1]
-    assert (127, 1) not in starts
+    found = {tuple((len(work.token_ids), work.start) for work in plan.sequences) for plan in plans}
+    assert {((256, 0),), ((512, 0),), ((512, 0), (512, 0))} <= found
+    assert {((255, 1),), ((511, 1),), ((511, 1), (511, 1))} <= found
+    assert ((128, 0),) in found
+    assert ((127, 1),) not in found
 
 
 def test_the_largest_step_runs_on_a_cache_nobody_has_written_to(tmp_path: Path):

@@ -24,6 +24,8 @@ from tetrad.engine.graphs import GraphPlan, usual_sizes
 from tetrad.engine.runner import Runner
 
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9)
+MANY_ROWS = 256
+"""Of logits: more are no special case to any kernel."""
 MARGIN_BYTES = 256 << 20
 """Left beside the largest step's memory: allocators round up, libraries take their own."""
 
@@ -53,14 +55,20 @@ def prepare(
         return Prepared()
     scratch_page = limits.num_pages
     topk = arch.indexer.topk if isinstance(arch, ModelArch) else limits.context_tokens
-    tried = prompt_steps(limits, topk, scratch_page)
-    peak_bytes = _activation_bytes(runner, [largest_step(limits, scratch_page), *tried], say)
+    has_graphs = not (config.disable_cuda_graph or isinstance(arch, LlamaArch))
+    sizes = graph_sizes(config, limits.max_running_requests) if has_graphs else ()
+    tried = [
+        largest_step(limits, scratch_page),
+        *prompt_steps(limits, topk, scratch_page),
+        *decode_steps(limits, topk, scratch_page, max(sizes, default=0)),
+    ]
+    peak_bytes = _activation_bytes(runner, tried, say)
     if isinstance(arch, LlamaArch) and not config.disable_cuda_graph:
         say(f"decode steps of {arch.model_type} run without CUDA graphs")
-    if config.disable_cuda_graph or isinstance(arch, LlamaArch):
+    if not has_graphs:
         return Prepared(peak_bytes)
     recorded = GraphPlan(
-        sizes=graph_sizes(config, limits.max_running_requests),
+        sizes=sizes,
         short_tokens=topk,
         context_tokens=min(limits.context_tokens, limits.cache_tokens),
         scratch_page=scratch_page,
@@ -79,27 +87,51 @@ def graph_sizes(config: ServeConfig, max_running: int) -> tuple[int, ...]:
     return usual_sizes(min(config.cuda_graph_max_bs or max_running, max_running))
 
 
-def prompt_steps(limits: Limits, topk: int, scratch_page: int) -> Iterator[StepPlan]:
-    """Steps of 1, 2, 4, ... tokens and of the whole budget, twice each: whole prompts that are read
-    whole, sampled greedily, and a chunk behind more keys than the `topk` that attention reads.
-    Where the former expand their keys, also as prompts of which a token is cached, which do not.
+def step_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ... and `most`.
 
-    Kernels are compiled when a step first needs them, for ten seconds some of them, and which they
-    are follows from a step's size and kind: no request is to wait for that.
+    Which kernels a step needs follows from its size and kind, and for ten seconds some of them are
+    compiled: no request is to wait for that. No table of theirs has an entry for sizes that are
+    less than half as large again as the entry's smallest, so that one of these falls into each.
+    """
+    rising = (factor << power for power in range(most.bit_length()) for factor in (1, 3))
+    return tuple(sorted({most, *(size for size in rising if size <= most)}))
+
+
+def prompt_steps(limits: Limits, topk: int, scratch_page: int) -> Iterator[StepPlan]:
+    """For each of `step_sizes`: whole prompts as long as they are read whole, sampled greedily, and
+    as many short ones as matter; and a chunk at the end of as many keys as are read whole, and of
+    more than the `topk` that attention reads. Where the first expand their keys, also as prompts of
+    which a token is cached, which do not.
     """
     context = min(limits.context_tokens, limits.cache_tokens)
     longest = min(topk, context)
-    powers = [1 << power for power in range((limits.step_tokens - 1).bit_length())]
-    for num_tokens in (*powers, limits.step_tokens):
+    for num_tokens in step_sizes(limits.step_tokens):
         num_whole, rest = divmod(num_tokens, longest)
-        sizes = [(longest, 0)] * num_whole + [(rest, 0)] * (rest > 0)
-        if len(sizes) <= limits.max_running_requests:
-            yield _step(sizes, scratch_page, SamplingParams(temperature=0.0))
-            lens = [n for n, _ in sizes]
+        lens = [longest] * num_whole + [rest] * (rest > 0)
+        if len(lens) <= limits.max_running_requests:
+            greedy = SamplingParams(temperature=0.0)
+            yield _step([(n, 0) for n in lens], scratch_page, greedy)
             if num_expanded(lens, lens, topk):
                 yield _step([(n - 1, 1) for n in lens], scratch_page)
+        num_short = min(limits.max_running_requests, num_tokens // 2)
+        if len(lens) < num_short <= MANY_ROWS:
+            each, more = divmod(num_tokens, num_short)
+            yield _step([(each + 1, 0)] * more + [(each, 0)] * (num_short - more), scratch_page)
+        if num_tokens < longest:
+            yield _step([(num_tokens, longest - num_tokens)], scratch_page)
         if topk + num_tokens <= context:
             yield _step([(num_tokens, topk)], scratch_page)
+
+
+def decode_steps(limits: Limits, topk: int, scratch_page: int, above: int) -> Iterator[StepPlan]:
+    """Decodes of more rows than the `above` that are recorded, of one key and of as many as are
+    read whole, and of more than `topk`."""
+    context = min(limits.context_tokens, limits.cache_tokens)
+    kept = sorted({0, min(topk, context) - 1, *([topk] if topk < context else [])})
+    for num_rows in step_sizes(min(limits.max_running_requests, limits.step_tokens)):
+        if num_rows > above:
+            yield from (_step([(1, start)] * num_rows, scratch_page) for start in kept)
 
 
 def largest_step(limits: Limits, scratch_page: int) -> StepPlan:

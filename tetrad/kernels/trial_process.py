@@ -35,7 +35,12 @@ class Process:
     """One such process. Raises LostError when it does not start."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # Beside others: a pool of threads in each waits more than it computes.
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         try:
             self._process = subprocess.Popen(
