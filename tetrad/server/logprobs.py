@@ -70,12 +70,17 @@ def _completion_token(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def native_logprobs(values: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """The `meta_info` fields of SGLang: [logprob, token id, null] per entry of `output_ids`."""
-    return {
+def native_logprobs(values: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
+    """The `meta_info` fields of SGLang: [logprob, token id, null] per entry of `output_ids`. Those
+    of the prompt, of which nothing can be asked, are there and empty, as they are there then."""
+    told: dict[str, Any] = {
+        "input_token_logprobs": [],
         "output_token_logprobs": [[max(v.logprob, LOWEST), v.token_id, None] for v in values],
-        "output_top_logprobs": [
-            [[max(value, LOWEST), token_id, None] for token_id, value in v.top] or None
-            for v in values
-        ],
+        "output_token_logprobs_length": len(values),
     }
+    if num_top:
+        told["input_top_logprobs"] = []
+        told["output_top_logprobs"] = [
+            [[max(value, LOWEST), token_id, None] for token_id, value in v.top] for v in values
+        ]
+    return told

@@ -173,8 +173,8 @@ class _Answer:
         }
         if draft.finish is not None:
             meta["e2e_latency"] = time.perf_counter() - self._arrived_at
-        if self._body.return_logprob:
-            meta |= native_logprobs(draft.logprobs)
+        if (num_top := self._body.num_logprobs) is not None:
+            meta |= native_logprobs(draft.logprobs, num_top)
         return meta
 
 
