@@ -23,10 +23,9 @@ from tetrad.server.native_protocol import GenerateBody, NativeSampling
 from tetrad.server.push import Outlet
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Delta, Session
+from tetrad.server.session import WHY_ABORTED, ChoiceFinish, Delta, Session
 
 ROUTE = "/generate"
-ABORTED = "The server's operator ended this request."
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
 WEIGHT_VERSION = "default"
@@ -182,7 +181,7 @@ def _finish_reason(finish: ChoiceFinish | None, num_tokens: int) -> dict[str, An
     if finish is None:
         return None
     if finish.reason == "abort":
-        return {"type": "abort", "message": ABORTED}
+        return {"type": "abort", "message": WHY_ABORTED}
     if finish.reason == "length":
         return {"type": "length", "length": num_tokens}
     return {"type": "stop", "matched": finish.matched}
