@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -210,6 +211,25 @@ async def test_metrics_count_outcomes_and_read_the_engine(
     assert found["tetrad_unanswered_requests"] == 0
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
         assert found[f"tetrad_{name}_seconds_count"] == 1
+
+
+async def test_choices_that_wait_for_their_prompt_are_timed_from_their_own_beginning(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Of three choices the engine has one for 100 s; then the other two begin, and take no time."""
+    clock = SimpleNamespace(now=5.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("tetrad.server.metrics.time", clock)
+    engine.gate.clear()
+    body = {"prompt": [5] * 65, "n": 3, "max_tokens": 2}
+    asking = asyncio.create_task(client.post("/v1/completions", json=body))
+    await until(lambda: len(engine.seen) == 1)
+    clock.now += 100.0
+    engine.gate.set()
+    assert (await asking).status_code == 200
+    found = await samples(client)
+    for name in ("prefill", "time_to_first_token"):
+        assert found[f"tetrad_{name}_seconds_count"] == 3
+        assert found[f"tetrad_{name}_seconds_sum"] == 100.0, name
 
 
 async def test_metric_labels_never_hold_what_clients_wrote(client: httpx.AsyncClient):

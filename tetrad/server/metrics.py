@@ -180,14 +180,19 @@ class RequestWatch:
         self._route = route
         self._arrival = arrival()
         self._arrived_at = self._arrival.handed_over_at = time.monotonic()
+        self._begun_at = [self._arrived_at] * num_choices
         self._first_at: list[float | None] = [None] * num_choices
         self._num_open = num_choices
+
+    def begun(self, choice: int) -> None:
+        """The engine is given a choice: at once, or when the first of its prompt has a token."""
+        self._begun_at[choice] = time.monotonic()
 
     def first_token(self, choice: int, output: RequestOutput) -> None:
         """A choice has its first token."""
         now = self._first_at[choice] = time.monotonic()
         metrics, told = self._metrics, self._arrival
-        since = now - self._arrived_at
+        since = now - self._begun_at[choice]
         metrics.first_token.observe(since)
         metrics.queue.observe(output.queue_s)
         metrics.prefill.observe(max(0.0, since - output.queue_s))
