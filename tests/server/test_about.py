@@ -216,20 +216,29 @@ async def test_metrics_count_outcomes_and_read_the_engine(
 async def test_choices_that_wait_for_their_prompt_are_timed_from_their_own_beginning(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of three choices the engine has one for 100 s; then the other two begin, and take no time."""
-    clock = SimpleNamespace(now=5.0, monotonic=lambda: clock.now)
+    """Of three choices the engine has one for 100 s; then the other two begin, and take no time.
+    What others call a request's latency is a sequence's, too."""
+    now = [5.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("tetrad.server.metrics.time", clock)
     engine.gate.clear()
     body = {"prompt": [5] * 65, "n": 3, "max_tokens": 2}
     asking = asyncio.create_task(client.post("/v1/completions", json=body))
     await until(lambda: len(engine.seen) == 1)
-    clock.now += 100.0
+    now[0] += 100.0
     engine.gate.set()
     assert (await asking).status_code == 200
     found = await samples(client)
-    for name in ("prefill", "time_to_first_token"):
-        assert found[f"tetrad_{name}_seconds_count"] == 3
-        assert found[f"tetrad_{name}_seconds_sum"] == 100.0, name
+    for name, labels in (
+        ("tetrad_prefill_seconds", ""),
+        ("tetrad_time_to_first_token_seconds", ""),
+        ("tetrad_sequence_duration_seconds", ""),
+        ("sglang:e2e_request_latency_seconds", "{model_name=abacus}"),
+        ("vllm:e2e_request_latency_seconds", "{engine=0,model_name=abacus}"),
+    ):
+        assert found[f"{name}_count{labels}"] == 3
+        assert found[f"{name}_sum{labels}"] == 100.0, name
+    assert found["tetrad_request_duration_seconds_count"] == 1
 
 
 async def test_metric_labels_never_hold_what_clients_wrote(client: httpx.AsyncClient):

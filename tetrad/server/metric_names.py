@@ -2,7 +2,7 @@
 
 So dashboards and alarms that were made for them show something here. What has another meaning there
 has no name of theirs: SGLang's `cache_hit_rate` is of the last batch, vLLM's
-`inter_token_latency_seconds` is of each token apart.
+`inter_token_latency_seconds` is of each token apart, and what both call a request is a sequence.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ COUNTERS = (
 HISTOGRAMS: Mapping[str, tuple[str | None, str | None]] = {
     "time_to_first_token_seconds": ("time_to_first_token_seconds", "time_to_first_token_seconds"),
     "time_per_output_token_seconds": (None, "request_time_per_output_token_seconds"),
-    "request_duration_seconds": ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
+    "request_duration_seconds": (None, None),
+    "sequence_duration_seconds": ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
     "queue_seconds": ("queue_time_seconds", "request_queue_time_seconds"),
     "prefill_seconds": (None, "request_prefill_time_seconds"),
     "decode_seconds": (None, "request_decode_time_seconds"),

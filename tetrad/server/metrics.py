@@ -64,6 +64,7 @@ class Metrics:
             TOKEN_SECONDS,
         )
         self.whole = add("request_duration_seconds", "To its last token.", SECONDS)
+        self.sequence = add("sequence_duration_seconds", "To its last token.", SECONDS)
         self.queue = add("queue_seconds", "From the engine's knowing of it to its start.", SECONDS)
         self.prefill = add("prefill_seconds", "From its start to its first token.", SECONDS)
         self.decode = add("decode_seconds", "From its first token to its last.", SECONDS)
@@ -204,9 +205,10 @@ class RequestWatch:
 
     def last_token(self, choice: int, num_tokens: int, reason: str) -> None:
         """A choice has ended. `num_tokens`: generated in all, the first included."""
-        first_at = self._first_at[choice]
+        now, first_at = time.monotonic(), self._first_at[choice]
+        self._metrics.sequence.observe(now - self._begun_at[choice])
         if first_at is not None:
-            elapsed_s = time.monotonic() - first_at
+            elapsed_s = now - first_at
             self._metrics.decode.observe(elapsed_s)
             if num_tokens > 1:
                 self._metrics.per_token.observe(elapsed_s / (num_tokens - 1))
