@@ -133,6 +133,8 @@ FAMILIES = {
 }
 """Whose routes they are, as the OpenAPI document groups them."""
 ROUTES = tuple(route for routes in FAMILIES.values() for route in routes)
+GENERATING = (chat.ROUTE, completions.ROUTE, response_answer.ROUTE, messages.ROUTE, native.ROUTE)
+"""Whose requests are counted by what became of them; each is the path of no other route."""
 
 MAY_BE_LEFT_OUT = (admin.PauseBody, admin.ProfileBody)
 
@@ -143,7 +145,7 @@ def build_app(service: Service) -> Starlette:
     Handlers read their bodies themselves, so that FastAPI's layers around them would only take
     time; it writes the OpenAPI document.
     """
-    service.metrics.tell_apart(route.path for route in ROUTES)
+    service.metrics.tell_apart(GENERATING)
     failures: dict[Any, Any] = {
         TetradError: _Failures(service).of_tetrad,
         HTTPException: _of_http,

@@ -32,7 +32,6 @@ from tetrad.server.tally import (
 Outcome = Literal["success", "cancelled", "failed", "refused"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 FINISHES = ("stop", "length", "tool_calls", "abort")
-OTHER_ROUTE = "other"
 
 
 class WatchedEngine(Protocol):
@@ -71,14 +70,14 @@ class Metrics:
         self.prompt_tokens = add("request_prompt_tokens", "Of a request's prompt.", TOKENS)
         self.generated = add("request_generated_tokens", "Of a finished answer.", TOKENS)
         self._requests: dict[tuple[str, Outcome], int] = {}
-        self.tell_apart((OTHER_ROUTE,))
         first = self._columns(len(FINISHES))
         self._finishes = {name: first + i for i, name in enumerate(FINISHES)}
         self._timeouts = self._columns(1)
         self.registry.register(self)
 
     def tell_apart(self, routes: Iterable[str]) -> None:
-        """Count each of these routes by itself. All processes of a server must say the same."""
+        """Count what becomes of the requests of each of these routes, and of no others. All
+        processes of a server must say the same."""
         for route in routes:
             if (route, OUTCOMES[0]) not in self._requests:
                 first = self._columns(len(OUTCOMES))
@@ -101,9 +100,9 @@ class Metrics:
         self.registry.register(_EngineCollector(engine, self.tally, self.labels))
 
     def count(self, route: str, outcome: Outcome) -> None:
-        """An HTTP request for generation is over."""
-        known = route if (route, outcome) in self._requests else OTHER_ROUTE
-        self.tally.add(self._requests[known, outcome])
+        """An HTTP request is over."""
+        if (column := self._requests.get((route, outcome))) is not None:
+            self.tally.add(column)
 
     def refused(self, route: str) -> None:
         """A request was turned away with an HTTP status before it generated anything."""
