@@ -31,7 +31,7 @@ from tetrad.server.tally import (
 
 Outcome = Literal["success", "cancelled", "failed", "refused"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-FINISHES = ("stop", "length", "tool_calls", "abort")
+FINISHES = ("stop", "length", "tool_calls", "abort", "error")
 
 
 class WatchedEngine(Protocol):
@@ -154,7 +154,7 @@ class Metrics:
         for reason, count in counts.items():
             ours.add_metric((reason,), count)
         called = counts["tool_calls"]  # where vLLM says stop
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             count = counts[reason] + (called if reason == "stop" else 0)
             theirs.add_metric((self.labels.model, "0", reason), count)
         label = ("model_name",)
@@ -216,12 +216,15 @@ class RequestWatch:
         self._num_open -= 1
         self._arrival.finish = reason
 
-    def failed(self) -> None:
-        """A choice has ended with an error."""
+    def failed(self, error: Exception) -> None:
+        """A choice has ended with an error. One that was refused has never been a sequence."""
         self._num_open -= 1
+        if not isinstance(error, RequestError | CapacityError):
+            self._metrics.finished("error")
 
     def engine_died(self) -> None:
         """All have, those that had not begun too."""
+        self._metrics.finished("error", self._num_open)
         self._num_open = 0
 
     @property
