@@ -83,7 +83,7 @@ class _Answer(OpenAIAnswer[ChatBody]):
             "index": index,
             "delta": fields,
             "logprobs": self._logprobs(delta.entries) if delta.entries else None,
-            "finish_reason": delta.finish.reason if delta.finish else None,
+            **self._end(delta.finish),
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -96,13 +96,11 @@ class _Answer(OpenAIAnswer[ChatBody]):
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def _whole_choice(self, index: int, draft: _Draft) -> dict[str, Any]:
-        assert draft.finish is not None
         return {
             "index": index,
             "message": draft.message(),
             "logprobs": self._logprobs(draft.entries),
-            "finish_reason": draft.finish.reason,
-            "matched_stop": draft.finish.matched,
+            **self._end(draft.finish),
         }
 
     def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any] | None:

@@ -162,6 +162,5 @@ class _Answer(OpenAIAnswer[CompletionBody]):
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": finish.reason if finish else None,
-            "matched_stop": finish.matched if finish else None,
+            **self._end(finish),
         }
