@@ -28,6 +28,11 @@ TALK = [{"role": "user", "content": "What is 3+5?"}]
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 FUNCTION = {"name": "calculator", "description": "computes", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
+VERBS = (
+    "Abort|Answer|Cancel|Change|Continue|Count|Create|Delete|Describe|Empty|Generate|Get|Have|List|"
+    "Pause|Profile|Stop|Tokenize|Turn"
+)
+"""What summaries of operations begin with."""
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 MESSAGES_TOOL = {"name": "calculator", "input_schema": PARAMETERS}
 CALL = "<tool_call>calculator<arg_key>expression</arg_key><arg_value>3+5</arg_value></tool_call>"
@@ -231,6 +236,7 @@ def test_every_field_of_a_body_is_described(document: dict[str, Any]):
     assert len(bodies) > 30
     told = [way["summary"] for path in document["paths"].values() for way in path.values()]
     assert all(summary == " ".join(summary.split()) for summary in told)
+    assert all(re.match(rf"({VERBS})\b.* .*\.$", summary) for summary in told), told
     for name, schema in bodies.items():
         for field, told in schema.get("properties", {}).items():
             assert 5 < len(told.get("description", "")) < 200, f"{name}.{field}"

@@ -26,7 +26,7 @@ ROUTE = "/v1/chat/completions"
 
 
 async def chat(service: Service, request: Request) -> Response:
-    """Read, render, tokenise; the answer begins when the response is sent."""
+    """Create a chat completion, whole or streamed."""
     body = await read_body(request, ChatBody)
     service.model.check_name(body.model)
     answer_id = new_id("chatcmpl")

@@ -29,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Prompts as text or token ids, one or many; the answer begins when the response is sent."""
+    """Create completions of one prompt or several, given as text or token ids."""
     body = await read_body(request, CompletionBody)
     service.model.check_name(body.model)
     answer_id = new_id("cmpl")

@@ -38,7 +38,7 @@ ANTHROPIC = Wire(b"", _error)
 
 
 async def messages(service: Service, request: Request) -> Response:
-    """A conversation, in blocks; the answer begins when the response is sent."""
+    """Create a message, whole or streamed."""
     body = await read_body(request, MessagesBody)
     service.model.check_name(body.model)
     answer_id = block_id("msg")
@@ -48,7 +48,7 @@ async def messages(service: Service, request: Request) -> Response:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """How long the prompt of such a conversation is."""
+    """Count the prompt tokens of a conversation."""
     body = await read_body(request, CountBody)
     service.model.check_name(body.model)
     _, ids = await chat_prompt(service, await _chat(body))

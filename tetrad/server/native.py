@@ -33,7 +33,7 @@ WEIGHT_VERSION = "default"
 
 
 async def native_generate(service: Service, request: Request) -> Response:
-    """One prompt gives one object, a batch a list; the answer begins when the response is sent."""
+    """Generate text for one prompt, which gives an object, or for a batch, which gives a list."""
     body = await read_body(request, GenerateBody)
     answer = _Answer(service, body, await _choices(service, body))
     return EventStream(answer.events) if body.stream else LaterJson(answer.whole)
