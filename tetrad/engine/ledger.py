@@ -6,6 +6,7 @@ before it is applied, so a request may have ended, or given up its pages, when i
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -143,11 +144,11 @@ class Ledger:
         return StepPlan(tuple(self._as_replay(*pair) for pair in self._planned[0].pairs()))
 
     def _as_replay(self, sequence: Sequence, work: SequenceWork) -> SequenceWork:
-        known = tuple(sequence.token_ids[work.start : work.num_kv_tokens])
+        known = sequence.token_ids[work.start : work.num_kv_tokens]
         if sequence.pages[: len(work.pages)] == work.pages and len(known) == len(work.token_ids):
             return replace(work, token_ids=known)
         pages = (self.limits.num_pages,) * len(work.pages)
-        return replace(work, token_ids=(0,) * len(work.token_ids), pages=pages)
+        return replace(work, token_ids=array("i", (0,)) * len(work.token_ids), pages=pages)
 
     def not_finite(self, result: StepResult) -> set[str]:
         """Requests whose logits in the oldest step were not finite and that may begin anew."""

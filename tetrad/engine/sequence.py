@@ -85,7 +85,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
-        self._listed = array("i", self.request.prompt_ids)
+        self._listed = array("i", self.request.prompt)
         self.num_prompt = len(self._listed)
         self.counts = np.array([self.num_prompt, 0, 0])
         self.most_tokens = self.num_prompt + sampling.max_new_tokens
