@@ -104,7 +104,7 @@ def as_decodes(works: Sequence[SequenceWork]) -> Decodes:
     for row, work in zip(table, works, strict=True):
         row[: len(work.pages)] = work.pages
     return Decodes(
-        rids=np.array([work.rid for work in works], np.object_),
+        owners=np.array(works, np.object_),
         token_ids=np.array([token_id for work in works for token_id in work.token_ids]),
         starts=np.array([work.start for work in works]),
         page_table=table[:, : pages_for(max(work.num_kv_tokens for work in works))],

@@ -75,6 +75,8 @@ class Ledger:
         self._live: dict[str, Sequence] = {}
         self._own_rids: set[str] = set()
         self._planned: deque[PlannedStep] = deque()
+        self._ended: list[Sequence] = []
+        """By the step that is being applied: they go together."""
         self._num_arrivals = 0
 
     @property
@@ -106,16 +108,15 @@ class Ledger:
     def abort(self, rid: str) -> None:
         """Forget a request and free what it holds. An unknown rid is ignored."""
         if sequence := self._live.get(rid):
-            self._retire(sequence)
+            self._retire([sequence])
 
     def end(self, rid: str | None) -> list[RequestOutput]:
         """Abort the requests of this rid, or that came with this id, or all; the last output of
         each."""
-        outputs = []
-        for sequence in list(self._live.values()):
-            if rid is None or sequence.request.is_named(rid):
-                outputs.append(output_of(sequence, None, Finish("abort", message=ABORTED)))
-                self._retire(sequence)
+        ended = [s for s in self._live.values() if rid is None or s.request.is_named(rid)]
+        finish = Finish("abort", message=ABORTED)
+        outputs = [output_of(sequence, None, finish) for sequence in ended]
+        self._retire(ended)
         return outputs
 
     def set_back(self) -> None:
@@ -136,6 +137,8 @@ class Ledger:
             if self._lives(sequence):
                 read = work.num_kv_tokens, work.pages
                 gain.outputs.append(self._take(sequence, *read, token_id, logprob))
+        self._retire(self._ended)
+        self._ended = []
         return gain
 
     def as_replay(self) -> StepPlan:
@@ -199,8 +202,10 @@ class Ledger:
         self.cache.check([page for s in self.running for page in s.pages])
 
     def _preempt_last(self) -> None:
-        sequence = self.running[-1]
-        self.cache.release(self.running.remove(sequence))
+        sequence = self.running.last
+        sequence.set_back()
+        (pages,) = self.running.remove([sequence])
+        self.cache.release(pages)
         sequence.num_preemptions += 1
         self._refused = self._outlook = None
         self.waiting.put_back(sequence)
@@ -260,7 +265,7 @@ class Ledger:
         finish = finish_of(sequence, token_id)
         if finish:
             self.forecast.finished(sequence)
-            self._retire(sequence)
+            self._ended.append(sequence)
         return output_of(sequence, token_id, finish, logprob)
 
     def _keep_full_pages(self, sequence: Sequence, num_kv_tokens: int) -> None:
@@ -281,16 +286,19 @@ class Ledger:
         any of them may hold the number that spoiled its logits."""
         self.counters.nonfinite += 1
         self.cache.forget(pages)
-        self._retire(sequence)
+        self._ended.append(sequence)
         return output_of(sequence, None, Finish("error", message=NON_FINITE))
 
-    def _retire(self, sequence: Sequence) -> None:
-        """Let it go, and its pages: what steps in flight write there comes before what later steps
-        write, as the device computes them in order."""
-        if sequence.pages:
-            self.cache.release(self.running.remove(sequence))
-        else:
-            self.waiting.remove(sequence)
+    def _retire(self, sequences: list[Sequence]) -> None:
+        """Let them go, and their pages: what steps in flight write there comes before what later
+        steps write, as the device computes them in order."""
+        if not sequences:
+            return
         self._refused = self._outlook = None
-        del self._live[sequence.request.rid]
-        self._own_rids.remove(sequence.request.own_rid)
+        for sequence in sequences:
+            del self._live[sequence.rid]
+            self._own_rids.remove(sequence.request.own_rid)
+            if not sequence.pages:
+                self.waiting.remove(sequence)
+        for pages in self.running.remove([s for s in sequences if s.pages]):
+            self.cache.release(pages)

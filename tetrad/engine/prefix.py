@@ -64,7 +64,7 @@ class PrefixCache:
         return pages
 
     def num_idle_among(self, pages: Iterable[int]) -> int:
-        return sum(page in self._idle for page in pages)
+        return sum(map(self._idle.__contains__, pages))
 
     def share(self, pages: Iterable[int]) -> None:
         """Hold found pages for one more sequence."""

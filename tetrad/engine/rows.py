@@ -25,7 +25,6 @@ class Stays:
     """Who has some rows, and what does not change of them while they have: columns [D]."""
 
     rows: Ints
-    rids: Objects
     sequences: Objects
     seeds: npt.NDArray[np.uint64]
     rules: npt.NDArray[np.float32]
@@ -61,7 +60,6 @@ class Rows:
         """The token at position p stands in column p % PAGE_TOKENS, see `Sequence.token_ids`."""
         self.pages: PageTable = np.zeros((num_rows, FIRST_PAGES), np.int32)
         self.sequences = np.full(num_rows, None, np.object_)
-        self.rids = np.full(num_rows, None, np.object_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._num_stays = 0
         self._nobody = self._stays = self._stays_of(no_ints())
@@ -74,7 +72,7 @@ class Rows:
         params = sequence.request.sampling
         *rules, top_k = sampling_rules(params)
         self.numbers[:, row] = (
-            *sequence.counts.tolist(),
+            *sequence.counts,
             sequence.plain_from,
             sequence.asked,
             sequence.num_shared,
@@ -89,7 +87,6 @@ class Rows:
         self.rules[:, row] = rules
         self.seeds[row] = sequence.seed & SEED_MASK
         self.sequences[row] = sequence
-        self.rids[row] = sequence.request.rid
         sequence.settle(self.numbers[:3, row], self.recent[row])
         pages, sequence.pages = sequence.pages, ()
         self.add_pages(sequence, pages)
@@ -100,7 +97,7 @@ class Rows:
         sequence.unsettle()
         self.pages[row, : len(pages)] = 0
         self.num_pages[row] = self.serial[row] = 0
-        self.sequences[row] = self.rids[row] = None
+        self.sequences[row] = None
         self._free.append(row)
         self._stays = self._nobody  # whose sequences would live on until others decode
         return pages
@@ -150,7 +147,6 @@ class Rows:
     def _stays_of(self, rows: Ints) -> Stays:
         return Stays(
             rows,
-            self.rids.take(rows),
             self.sequences.take(rows),
             self.seeds.take(rows),
             self.rules.take(rows, axis=1),
@@ -172,7 +168,7 @@ class Rows:
         self.computed[rows] = total
         num_pages = -(-int(total.max(initial=0)) // PAGE_TOKENS)
         return Decodes(
-            rids=stays.rids,
+            owners=stays.sequences,
             token_ids=token_ids,
             starts=total - 1,
             page_table=self.pages[:, :num_pages].take(rows, axis=0),

@@ -101,7 +101,7 @@ class Scheduler(Ledger):
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
         """Plan for those that run, oldest first; returns the budget that is left."""
         running, table = self.running, self.running.rows
-        rows = running.order.copy()
+        rows = running.order
         total = table.known.take(rows) + table.pending.take(rows)
         is_spent = total >= table.most_tokens.take(rows)
         granted = np.where(is_spent, 0, total - table.computed.take(rows))
