@@ -227,4 +227,4 @@ def _phases(grammar: Grammar, token_ids: list[int]) -> Iterator[set[int] | None]
 
 
 def _plan(sequence: Sequence) -> StepPlan:
-    return StepPlan((SequenceWork("r", array("i", (1,)), 0, (0,), sequence.sample_work()),))
+    return StepPlan((SequenceWork("r", array("i", (1,)), 0, (0,), sequence.expect()),))

@@ -12,7 +12,11 @@ import msgspec
 from tetrad.core.request import SamplingParams
 
 PAGE_TOKENS = 64
-"""Tokens per cache page. One constant: kernels, scheduler and cache layout agree on it."""
+"""Tokens per cache page, a power of two. One constant: kernels, scheduler and cache layout agree on
+it."""
+IN_PAGE = PAGE_TOKENS - 1
+"""`position & IN_PAGE` is a position's place in its page. Of a column, % takes numpy five times as
+long."""
 
 
 class SequenceWork(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ def _check_grammar(grammar: Grammar | None) -> None:
 def _check_ids(request: Request, limits: Limits) -> None:
     if not request.prompt:
         raise RequestError("The prompt is empty; it needs at least one token.", param="prompt")
-    if np.frombuffer(request.prompt, np.uint32).max() >= limits.vocab:  # as negative ones are, too
+    if np.maximum.reduce(np.frombuffer(request.prompt, np.uint32)) >= limits.vocab:  # as negative
         raise _unknown_id("prompt", request.prompt_ids, limits.vocab)
     sampling = request.sampling
     for param, ids in (
@@ -125,6 +125,8 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
 
 def _check_length(request: Request, limits: Limits) -> None:
     num_prompt, num_new = request.num_prompt, request.sampling.max_new_tokens
+    if num_prompt + num_new <= min(limits.context_tokens, limits.cache_tokens):
+        return
     for num_tokens, holder, cure in (
         (limits.context_tokens, "the context", ""),
         (

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from tetrad.core.errors import RequestError
 from tetrad.core.plan import Ints, StepPlan, StepResult
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
-from tetrad.core.step import PAGE_TOKENS, SequenceWork
+from tetrad.core.step import IN_PAGE, PAGE_TOKENS, SequenceWork
 from tetrad.engine.admission import Limits, check_request, end_ids
 from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.forecast import Forecast, Outlook
-from tetrad.engine.gains import StepGain
+from tetrad.engine.gains import ALL, StepGain
 from tetrad.engine.line import WaitingLine
 from tetrad.engine.prefix import PrefixCache, extend_names
 from tetrad.engine.running import Running
@@ -220,17 +220,18 @@ class Ledger:
             if self._lives(sequence := stays.sequences[index]):
                 read = int(starts[index]) + 1, step.decodes.pages(index)
                 gain.outputs.append(self._take(sequence, *read, int(token_ids[index]), None))
-        table.add_tokens(stays.rows[is_usual], token_ids[is_usual])
-        self.counters.generated_tokens += int(is_usual.sum())
+        usual = is_usual.nonzero()[0]
+        table.add_tokens(stays.rows.take(usual), token_ids.take(usual))
+        self.counters.generated_tokens += len(usual)
         known = table.known.take(stays.rows)
         is_first = known == stays.first_told
-        may_keep = is_first | (starts % PAGE_TOKENS == PAGE_TOKENS - 1)
+        may_keep = is_first | (starts & IN_PAGE == IN_PAGE)
         for index in (may_keep & is_usual).nonzero()[0].tolist():
             self._keep_full_pages(stays.sequences[index], int(starts[index]) + 1)
         is_new = is_first | self.running.may_end(token_ids) | (known >= stays.most_tokens)
         is_plain = is_usual & ~is_new
-        plain = slice(None) if is_plain.all() else is_plain
-        gain.token_ids, gain.sequences = token_ids[plain], stays.sequences[plain]
+        plain = ALL if is_plain.all() else is_plain
+        gain.sequences, gain.plain, gain.token_ids = stays.sequences, plain, token_ids[plain]
         gain.numbers, gain.workers = stays.numbers[plain], stays.workers[plain]
         for index in (is_new & is_usual).nonzero()[0].tolist():
             gain.outputs.append(self._told(stays.sequences[index], int(token_ids[index]), None))
@@ -246,8 +247,8 @@ class Ledger:
     ) -> RequestOutput:
         """One sampled token of a sequence that lives. `num_kv_tokens` and `pages`: what the step
         read."""
-        sequence.expect(-1)
         if token_id < 0:
+            sequence.drop_token()
             return self._fail(sequence, pages)
         sequence.add_token(token_id)
         self.counters.generated_tokens += 1
@@ -277,8 +278,8 @@ class Ledger:
         if num_full <= sequence.num_kept or not self.cache.is_enabled:
             return
         extend_names(sequence.page_names, token_ids, num_full * PAGE_TOKENS)
-        for index in range(sequence.num_kept, num_full):
-            self.cache.keep(sequence.page_names[index], sequence.pages[index])
+        new = slice(sequence.num_kept, num_full)
+        self.cache.keep(sequence.page_names[new], sequence.pages[new])
         sequence.num_kept = num_full
 
     def _fail(self, sequence: Sequence, pages: tuple[int, ...]) -> RequestOutput:

@@ -138,19 +138,21 @@ class Sequence:
         return self.num_known + self.num_pending
 
     def add_token(self, token_id: int) -> None:
-        """One more is known."""
-        self.token_ids.append(token_id)
-        self.counts[KNOWN] += 1
+        """One that was pending is known."""
+        known = self.token_ids
+        known.append(token_id)
+        self.counts[KNOWN] = len(known)
+        self.counts[PENDING] -= 1
         if self._recent is not None:
-            self._recent[(self.num_known - 1) % PAGE_TOKENS] = token_id
+            self._recent[(len(known) - 1) % PAGE_TOKENS] = token_id
+
+    def drop_token(self) -> None:
+        """One that was pending will never be known."""
+        self.counts[PENDING] -= 1
 
     def compute(self, num_tokens: int) -> None:
         """Planned steps compute it so far."""
         self.counts[COMPUTED] = num_tokens
-
-    def expect(self, num_tokens: int) -> None:
-        """So many more are pending, or are not any more."""
-        self.counts[PENDING] += num_tokens
 
     def settle(self, counts: Ints, recent: npt.NDArray[np.int32]) -> None:
         """Keep counts and newest tokens there, where the former are already."""
@@ -167,13 +169,13 @@ class Sequence:
         self.counts, self._recent, self.row = self.counts.copy(), None, NO_ROW
         self.pages = ()
 
-    def sample_work(self) -> SampleWork:
-        """What the sampler needs for the next token."""
-        sampling = self.request.sampling
-        num_pending = self.num_pending
+    def expect(self) -> SampleWork:
+        """One more is pending: what the sampler needs for it."""
+        sampling, num_pending = self.request.sampling, self.num_pending
         assert not (self.needs_history and num_pending), "penalties need every token"
         num_generated = self.num_generated + num_pending
         is_early = num_generated < sampling.min_new_tokens
+        self.counts[PENDING] = num_pending + 1
         return SampleWork(
             params=sampling,
             seed=self.seed,

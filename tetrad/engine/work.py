@@ -44,12 +44,10 @@ class PlannedStep:
         token_ids = sequence.token_ids[start:end]
         if len(token_ids) < end - start:
             token_ids.append(-1 - int(table.sampled_row[sequence.row]))
-        is_caught_up = end == total
-        sample = sequence.sample_work() if is_caught_up else None
-        rid, pages = sequence.request.rid, sequence.pages
-        self.works.append((sequence, SequenceWork(rid, token_ids, start, pages, sample)))
+        sample = sequence.expect() if end == total else None
         sequence.compute(end)
-        sequence.expect(int(is_caught_up))
+        work = SequenceWork(sequence.request.rid, token_ids, start, sequence.pages, sample)
+        self.works.append((sequence, work))
         return end - start
 
     def commit(self, table: Rows) -> StepPlan:
