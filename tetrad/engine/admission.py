@@ -64,7 +64,8 @@ def _check_grammar(grammar: Grammar | None) -> None:
 def _check_ids(request: Request, limits: Limits) -> None:
     if not request.prompt:
         raise RequestError("The prompt is empty; it needs at least one token.", param="prompt")
-    if np.maximum.reduce(np.frombuffer(request.prompt, np.uint32)) >= limits.vocab:  # as negative
+    # read without a sign, a negative one is too large as well
+    if np.maximum.reduce(np.frombuffer(request.prompt, np.uint32)) >= limits.vocab:
         raise _unknown_id("prompt", request.prompt_ids, limits.vocab)
     sampling = request.sampling
     for param, ids in (
