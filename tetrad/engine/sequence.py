@@ -157,7 +157,7 @@ class Sequence:
     def settle(self, counts: Ints, recent: npt.NDArray[np.int32]) -> None:
         """Keep counts and newest tokens there, where the former are already."""
         self.counts, self._recent = counts, recent
-        recent[(self.num_known - 1) % PAGE_TOKENS] = self._listed[-1]
+        recent[(len(self._listed) - 1) % PAGE_TOKENS] = self._listed[-1]
 
     def set_back(self) -> None:
         """It is about to give up its row, and will begin anew with the tokens it has."""
