@@ -6,10 +6,10 @@ import asyncio
 import gzip
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.fakes import (
     FakeRunner,

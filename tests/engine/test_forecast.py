@@ -268,6 +268,7 @@ def sequence(most: int, generated: int, *, ends: bool = True, prompt: int = 10) 
     request = make_request("a", prompt, most, ignore_eos=not ends)
     found = Sequence(request, 0, 0, frozenset({EOS} if ends else ()))
     for _ in range(generated):
+        found.expect()
         found.add_token(0)
     return found
 

@@ -18,9 +18,9 @@ from tetrad.engine.admission import Limits
 from tetrad.engine.gains import Gains, StepGain
 from tetrad.engine.grammars import Grammars, Masks
 from tetrad.engine.ledger import ABORTED
-from tetrad.engine.philox import derived_seed
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.stream import StreamInterval
+from tetrad.engine.uniforms import DrawnSeeds
 
 _log = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def scheduler_of(config: ServeConfig, limits: Limits) -> Scheduler:
     return Scheduler(
         limits,
         use_prefix_cache=not config.disable_radix_cache,
-        draw_seed=lambda n: derived_seed(config.random_seed, n),
+        draw_seed=DrawnSeeds(config.random_seed),
         conservativeness=config.schedule_conservativeness,
         preemption_threshold=threshold if config.enable_priority_scheduling else None,
     )

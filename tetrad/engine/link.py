@@ -11,11 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import zmq
+from msgspec.structs import replace
 
 from tetrad.core import errors
 from tetrad.core.errors import EngineDiedError, RequestError, TetradError

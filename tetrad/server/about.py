@@ -17,7 +17,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import TetradError
 from tetrad.core.option import secrets
 from tetrad.core.request import Request as EngineRequest
-from tetrad.core.request import SamplingParams
+from tetrad.core.request import SamplingParams, packed
 from tetrad.server.choices import new_id
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.native import WEIGHT_VERSION
@@ -191,7 +191,7 @@ async def health_generate(service: Service, _request: Request) -> Response:
     if (reason := service.why_unhealthy) is not None:
         return _unhealthy(reason)
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    probe = EngineRequest(new_id("HEALTH_CHECK"), (0,), sampling)
+    probe = EngineRequest(new_id("HEALTH_CHECK"), packed((0,)), sampling)
     try:
         async with (
             asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S),

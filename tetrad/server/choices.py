@@ -6,10 +6,12 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from tetrad.core.errors import EngineDiedError, RequestError
-from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams
+from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams, packed
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
@@ -73,13 +75,14 @@ def make_choices(
     now = arrival()
     choices: list[Choice] = []
     for ids, params in prompts:
+        prompt = packed(ids)
         for number in range(num_each):
             own = params
             if params.seed is not None:
                 own = replace(params, seed=(params.seed + number) % NUM_SEEDS)
             rid = f"{answer_id}-{len(choices)}" if num_choices > 1 else answer_id
             request = Request(
-                rid, tuple(ids), own, now.priority, now.key_name, request_id=now.request_id
+                rid, prompt, own, now.priority, now.key_name, request_id=now.request_id
             )
             choices.append(Choice(request, session(own.min_new_tokens), number == 0))
     return choices
@@ -104,7 +107,7 @@ async def generate(
     What can go by `short_way` is not among what is yielded.
     """
     with (
-        service.admit([len(choice.request.prompt_ids) for choice in choices]) as admission,
+        service.admit([choice.request.num_prompt for choice in choices]) as admission,
         RequestWatch(service.metrics, route, len(choices)) as watch,
     ):
         inbox = Inbox()
@@ -163,7 +166,7 @@ def _waiting(choices: Sequence[Choice], *, shares: bool) -> dict[int, list[int]]
     for index, choice in enumerate(choices):
         if choice.is_first:
             first = index
-        elif shares and len(choice.request.prompt_ids) > PAGE_TOKENS:
+        elif shares and choice.request.num_prompt > PAGE_TOKENS:
             waiting.setdefault(first, []).append(index)
     return waiting
 
