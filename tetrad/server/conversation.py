@@ -5,7 +5,6 @@ All APIs that speak in messages come here: chat itself, and those that translate
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from tetrad.server.arrival import arrival
 from tetrad.server.chat_template import End
 from tetrad.server.choices import Choice, make_choices, room_for_answer
 from tetrad.server.model import ServedModel
+from tetrad.server.pace import beside
 from tetrad.server.protocol import ChatBody
 from tetrad.server.reasoning import ReasoningParser
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
@@ -31,7 +31,7 @@ REASONING_FIELDS = ("reasoning_effort", "reasoning", "thinking")
 async def translated(num_parts: int, translate: Callable[[], ChatBody]) -> ChatBody:
     """What `translate` makes of another API's body of so many messages, parts and tools; in a
     thread if that may take long. Raises RequestError."""
-    return translate() if num_parts <= SHORT_CONVERSATION else await asyncio.to_thread(translate)
+    return translate() if num_parts <= SHORT_CONVERSATION else await beside(translate)
 
 
 async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:
@@ -92,7 +92,7 @@ async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]
         messages = [message.for_template() for message in body.messages]
         return model.render(messages, tools or None, _template_variables(body), end)
 
-    prompt = render() if _is_short(body) else await asyncio.to_thread(render)
+    prompt = render() if _is_short(body) else await beside(render)
     context_tokens = service.engine.info["context_length"]
     (ids,) = await model.encode([prompt], add_special_tokens=False, context_tokens=context_tokens)
     return prompt, ids
