@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,15 +18,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
 from tests.server.test_bad_input import json_values
-from tetrad.server import native
+from tetrad.core.request import Request, RequestOutput
+from tetrad.server import native, pace
 from tetrad.server.answers import PART_BYTES, LaterJson
 from tetrad.server.arrival import Arrival, arrival, begin
 from tetrad.server.connections import Body
 from tetrad.server.encoding import GrowingList, grown_event, json_bytes, json_pieces
 from tetrad.server.logprobs import native_logprobs
+from tetrad.server.model import MANY_TEXTS
 from tetrad.server.pace import FREE_PASSES, SHARE_S, Pace, in_turn
+from tetrad.server.push import MOST_BYTES, ChoiceReader, Inbox, ShortWay
+from tetrad.server.session import Delta, Session
+from tetrad.server.text import Tokenizer
 
 LONG_S = SHARE_S * 1.2
 NUM_STREAMS = 8
@@ -235,3 +243,85 @@ async def test_a_large_answer_is_sent_in_parts():
     assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
     assert len(parts) > 2
     assert max(len(part["body"]) for part in parts) < 2 * PART_BYTES
+
+
+async def test_requests_of_many_choices_begin_and_leave_in_turns(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pace, "SHARE_S", 1e-9)
+    begun, left = list[tuple[str, int]](), list[tuple[str, int]]()
+    passes = Passes()
+
+    def begin_one(request: Request, _sink: Any) -> Callable[[], None]:
+        begun.append((request.rid.partition("-")[0], passes.num))
+        return lambda: left.append((request.rid.partition("-")[0], passes.num))
+
+    monkeypatch.setattr(engine, "begin", begin_one)
+    sampling = {"n": 3, "max_new_tokens": 9}
+    tasks = [
+        asyncio.create_task(
+            client.post("/generate", json={"text": "3", "rid": rid, "sampling_params": sampling})
+        )
+        for rid in "abc"
+    ]
+    await until(lambda: len(begun) == 9)
+    for task in tasks:
+        task.cancel()
+    await until(lambda: len(left) == 9)
+    passes.end()
+    for told in (begun, left):
+        at = [{number for rid, number in told if rid == name} for name in "abc"]
+        assert [len(each) for each in at] == [1, 1, 1]
+        first, second, third = sorted(at, key=max)
+        assert max(first) + FREE_PASSES < min(second)
+        assert max(second) + FREE_PASSES < min(third)
+
+
+class Pieces:
+    """An outlet of a client that takes whatever comes."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, piece: bytes) -> None:
+        self.written.append(piece)
+
+
+async def test_of_many_long_events_the_task_sees_all_but_the_first(tokenizer: Tokenizer):
+    """They would be built and written in one go."""
+    outlet, inbox, rendered = Pieces(), Inbox(), list[Delta]()
+
+    def render(_index: int, delta: Delta) -> bytes:
+        rendered.append(delta)
+        return bytes(MOST_BYTES)
+
+    watch: Any = Mock()
+    reader = ChoiceReader(Session(tokenizer), 0, watch, Mock(), inbox, ShortWay(render, outlet))
+    reader.take(RequestOutput("r", (18,)))
+    assert len(await inbox.get()) == 1
+    task = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    reader.take_tokens([18, 19, 20, 21])
+    assert list(map(len, outlet.written)) == [MOST_BYTES]
+    assert [delta.token_ids for delta in rendered] == [[18]]
+    assert [delta.token_ids for _, delta in await task] == [[19], [20], [21]]
+
+
+async def test_many_texts_are_tokenised_beside_the_loop(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    engine.script = saying([18])
+    threads: list[bool] = []
+    encode = Tokenizer.encode_all
+
+    def noted(*given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(*given, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode_all", noted)
+    for num_texts in (MANY_TEXTS, MANY_TEXTS + 1):
+        body = {"prompt": ["3"] * num_texts, "max_tokens": 1}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert threads == [True, False]
