@@ -48,7 +48,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
     def params(num_prompt: int) -> SamplingParams:
         default = room_for_answer(service, num_prompt, DEFAULT_MAX_TOKENS)
         limits = AnswerLimits(
-            max_new_tokens=body.max_tokens or default,
+            max_new_tokens=default if body.max_tokens is None else body.max_tokens,
             min_new_tokens=body.min_tokens or 0,
             num_logprobs=0 if body.logprobs is None and body.tries_more else body.logprobs,
             seed=body.seed,
@@ -62,6 +62,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
             keep_stop=body.keeps_stop,
             min_new_tokens=min_new_tokens,
             hidden_ids=hidden_ids,
+            is_mute=body.max_tokens == 0,
         )
 
     prompts = await model.prompt_ids(

@@ -85,7 +85,7 @@ def _params(
 ) -> SamplingParams:
     default = room_for_answer(service, num_prompt, DEFAULT_MAX_NEW_TOKENS)
     limits = AnswerLimits(
-        max_new_tokens=sampling.max_new_tokens or default,
+        max_new_tokens=default if sampling.max_new_tokens is None else sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens or 0,
         num_logprobs=body.num_logprobs,
         seed=sampling.sampling_seed,
@@ -104,6 +104,7 @@ def _sessions(service: Service, sampling: NativeSampling) -> Any:
             keep_stop=sampling.keeps_stop,
             min_new_tokens=min_new_tokens,
             hidden_ids=hidden_ids,
+            is_mute=sampling.max_new_tokens == 0,
         )
 
     return session
