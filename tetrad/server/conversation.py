@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tetrad.core.errors import RequestError
 from tetrad.server.arrival import arrival
+from tetrad.server.bodies import MAX_SHOWN_CHARACTERS
 from tetrad.server.chat_template import End
 from tetrad.server.choices import Choice, make_choices, room_for_answer
 from tetrad.server.model import ServedModel
@@ -25,6 +27,8 @@ SHORT_CHARACTERS = 16_384
 """Rendering no more messages and characters than these, and no tools, takes less than a
 millisecond."""
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Of OpenAI's API and Anthropic's; a chat template may know others."""
 REASONING_FIELDS = ("reasoning_effort", "reasoning", "thinking")
 
 
@@ -40,6 +44,9 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
     tools = body.active_tools
     prompt, ids = await chat_prompt(service, body)
     arrival().warnings += _in_vain(model, body)
+    if (odd := _odd_effort(model, body)) and service.config.strict_api:
+        raise RequestError(f"{odd} The server runs with --strict-api.", param="reasoning_effort")
+    arrival().warnings += [odd] if odd else []
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
     form, tool_format = model.reasoning_format, model.tool_format
     start = form.start(prompt) if form else None
@@ -80,6 +87,17 @@ def _in_vain(model: ServedModel, body: ChatBody) -> Iterator[str]:
     is_off = model.reasoning_format is None and switches.get("enable_thinking") is False
     if asked and switches and not is_off and not template.mentions(*switches):
         yield f"{asked[0]} has no effect: the chat template of this model has no switch for it."
+
+
+def _odd_effort(model: ServedModel, body: ChatBody) -> str | None:
+    """A sentence about an effort that nobody knows."""
+    effort = _template_variables(body).get("reasoning_effort")
+    if not isinstance(effort, str) or effort in EFFORTS or model.template is None:
+        return None
+    if any(f"{quote}{effort}{quote}" in model.template.source for quote in "'\""):
+        return None
+    shown = ascii(effort[:MAX_SHOWN_CHARACTERS])
+    return f"Unknown reasoning_effort {shown}; there are {', '.join(EFFORTS)}."
 
 
 async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]:
