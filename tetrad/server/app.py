@@ -263,7 +263,7 @@ async def _of_http(request: Request, error: Exception) -> Response:
     allowed = headers.get("Allow", "another method")
     near = difflib.get_close_matches(path[:200], known, 1)
     missing = f"There is no {path[:200]!r} here" + (
-        f"; perhaps {near[0]!r} is meant." if near else f"; there are {', '.join(known)}."
+        f"; perhaps {near[0]!r} is meant." if near else "; /openapi.json lists what there is."
     )
     absent = ABSENT.get(path.removeprefix("/v1"))
     message = {
