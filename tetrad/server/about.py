@@ -38,7 +38,9 @@ async def models(service: Service, _request: Request) -> Response:
 
 async def model(service: Service, request: Request) -> Response:
     """One model by name."""
-    service.model.check_name(request.path_params["name"])
+    name = request.path_params["name"]
+    if name.rstrip("/") != service.model.name.rstrip("/"):  # the last of a path is never seen
+        service.model.check_name(name)
     return JSONResponse(_model_card(service))
 
 

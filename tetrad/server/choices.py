@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -16,6 +17,7 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
+from tetrad.server.pace import in_turn, in_turn_later
 from tetrad.server.push import (
     ChoiceReader,
     Inbox,
@@ -118,7 +120,8 @@ async def generate(
         running = _Running(service.engine, choices, readers)
         try:
             waiting = _waiting(choices, shares=not service.config.disable_radix_cache)
-            running.begin(set(range(len(choices))).difference(*waiting.values()))
+            first = set(range(len(choices))).difference(*waiting.values())
+            await in_turn(partial(running.begin, first))
             num_open = len(choices)
             while num_open:
                 deltas = await inbox.get()
@@ -135,7 +138,7 @@ async def generate(
             _log.error("%s failed: %s", choices[0].request.rid, error)
             raise
         finally:
-            running.leave_all()
+            in_turn_later(running.leave_all)
             told = arrival()
             told.completion_tokens = sum(choice.session.completion_tokens for choice in choices)
 

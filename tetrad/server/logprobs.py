@@ -43,7 +43,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
 
 
-def completion_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict[str, list[Any]]:
     """`choices[].logprobs` of completions: parallel lists."""
     return {
         "tokens": [tokenizer.decode((e.values.token_id,)) for e in entries],
@@ -56,7 +56,7 @@ def completion_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict
     }
 
 
-def native_logprobs(values: Sequence[TokenLogprob]) -> dict[str, Any]:
+def native_logprobs(values: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
     """The `meta_info` fields of SGLang: [logprob, token id, null] per entry of `output_ids`."""
     return {
         "output_token_logprobs": [[max(v.logprob, LOWEST), v.token_id, None] for v in values],
