@@ -18,8 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,9 @@ def measure(name: str, num_clients: int, options: argparse.Namespace) -> str:
         *("--load-format", "null", "--null-step-ms", str(options.step_ms), "--api-workers", "1"),
         *("--max-running-requests", "2048", "--context-length", str(CONTEXT)),
     ]
-    with subprocess.Popen(command, stderr=None if options.program[0] != "-m" else subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        command, stderr=None if options.program[0] != "-m" else subprocess.DEVNULL
+    ) as server:
         try:
             wait_until_healthy(port)
             ours, theirs = multiprocessing.Pipe()

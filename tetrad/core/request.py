@@ -96,6 +96,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the API key it came with: keys take turns when requests wait."""
     request_id: str = ""
     """Of the HTTP request, under which it may be aborted besides its own."""
+    answer_id: str = ""
+    """Of the answer whose choices are several requests, which may be aborted together."""
     client_rid: str = ""
     """The rid that its client knows, where the engine has another."""
     number: int = 0
@@ -119,11 +121,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.client_rid or self.rid
 
     def is_named(self, rid: str) -> bool:
-        """Does somebody who aborts this rid mean this request? The choices of one answer have its
-        id with a number behind."""
-        stem, _, number = self.own_rid.rpartition("-")
-        is_its_own = rid in (self.own_rid, self.request_id) or (rid == stem and number.isdecimal())
-        return is_its_own and rid != ""
+        """Does somebody who aborts this rid mean this request?"""
+        return rid != "" and rid in (self.own_rid, self.request_id, self.answer_id)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

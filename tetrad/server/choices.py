@@ -82,9 +82,15 @@ def make_choices(
             own = params
             if params.seed is not None:
                 own = replace(params, seed=(params.seed + number) % NUM_SEEDS)
-            rid = f"{answer_id}-{len(choices)}" if num_choices > 1 else answer_id
+            is_alone = num_choices == 1
             request = Request(
-                rid, prompt, own, now.priority, now.key_name, request_id=now.request_id
+                answer_id if is_alone else f"{answer_id}-{len(choices)}",
+                prompt,
+                own,
+                now.priority,
+                now.key_name,
+                request_id=now.request_id,
+                answer_id="" if is_alone else answer_id,
             )
             choices.append(Choice(request, session(own.min_new_tokens), number == 0))
     return choices
