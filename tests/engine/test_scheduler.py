@@ -164,7 +164,8 @@ def test_the_youngest_is_preempted_and_gives_the_same_tokens():
     bench.run(*requests)
     assert bench.last["a"].num_preemptions == 0
     assert bench.last["b"].num_preemptions >= 1
-    assert bench.scheduler.counters.preemptions == bench.last["b"].num_preemptions
+    counters = bench.scheduler.counters
+    assert counters.shortages == counters.preemptions == bench.last["b"].num_preemptions
     bench.assert_undisturbed(*requests)
 
 

@@ -46,7 +46,14 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    displacements: int = 0
+    """Of the preemptions, those for a request of a higher priority."""
     nonfinite: int = 0
+
+    @property
+    def shortages(self) -> int:
+        """Preemptions because pages ran out."""
+        return self.preemptions - self.displacements
 
 
 class Ledger:
