@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tetrad.core.collector import calm_collector
 from tetrad.core.messages import AddRequests
-from tetrad.core.request import Request, SamplingParams
+from tetrad.core.request import Request, SamplingParams, packed
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.admission import Limits
 from tetrad.engine.engine import Engine
@@ -127,7 +127,7 @@ class Load:
     def asked(self, num_tokens: int, num_more: int = 0) -> list[bytes]:
         """The message of a new request, its prompt so much longer."""
         number = self.num_asked = self.num_asked + 1
-        prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(PROMPT + num_more))
+        prompt = packed((number * 31 + place * 7) % VOCAB for place in range(PROMPT + num_more))
         sampling = SamplingParams(num_tokens, temperature=self.temperature, top_p=0.9)
         worker = number % len(WORKERS)
         rid = f"{worker}.{number}.request"

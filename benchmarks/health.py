@@ -67,7 +67,7 @@ def load(port: int, num_streams: int, told: Connection) -> None:
             return
 
 
-def probe(port: int, is_over: Callable[[], bool]) -> list[float]:
+def probe(port: int, is_over: Callable[[], bool], period_s: float = PROBE_PERIOD_S) -> list[float]:
     """Milliseconds of each answer, connecting included."""
     found = []
     while not is_over():
@@ -77,7 +77,7 @@ def probe(port: int, is_over: Callable[[], bool]) -> list[float]:
             answer = connection.recv(READ_BYTES)
         assert answer.startswith(b"HTTP/1.1 200"), answer
         found.append((time.monotonic() - begun) * 1e3)
-        time.sleep(PROBE_PERIOD_S)
+        time.sleep(period_s)
     return found
 
 

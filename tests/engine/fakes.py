@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tetrad.core.plan import NO_DECODES, Decodes, Ints, StepPlan, StepResult
-from tetrad.core.request import Grammar, Request, SamplingParams, TokenLogprob
+from tetrad.core.request import Grammar, Request, SamplingParams, TokenLogprob, packed
 from tetrad.core.step import PAGE_TOKENS, SampleWork, SequenceWork
 from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
@@ -91,7 +91,7 @@ def works_of(plan: StepPlan) -> list[SequenceWork]:
             params, int(decodes.seeds[index]), num_generated, (), start + 1 - num_generated
         )
         token_id, pages = int(decodes.token_ids[index]), decodes.pages(index)
-        works.append(SequenceWork(rid, (token_id,), start, pages, sample))
+        works.append(SequenceWork(rid, array("i", (token_id,)), start, pages, sample))
     return [*works, *plan.sequences]
 
 
@@ -104,7 +104,7 @@ def as_decodes(works: Sequence[SequenceWork]) -> Decodes:
     for row, work in zip(table, works, strict=True):
         row[: len(work.pages)] = work.pages
     return Decodes(
-        rids=np.array([work.rid for work in works], np.object_),
+        owners=np.array(works, np.object_),
         token_ids=np.array([token_id for work in works for token_id in work.token_ids]),
         starts=np.array([work.start for work in works]),
         page_table=table[:, : pages_for(max(work.num_kv_tokens for work in works))],
@@ -135,7 +135,7 @@ def tokens_of(
     num_decodes: int = 0,
 ) -> list[Token]:
     """Runs a sampler on a copy of `logits`; the first `num_decodes` rows are columns."""
-    each = [SequenceWork("", (0,), 0, (0,), work) for work in works]
+    each = [SequenceWork("", array("i", (0,)), 0, (0,), work) for work in works]
     decodes = as_decodes(each[:num_decodes]) if num_decodes else NO_DECODES
     plan = StepPlan(tuple(each[num_decodes:]), decodes)
     result = sampler(logits.clone(), plan, masks).wait()
@@ -337,4 +337,4 @@ def make_request(
     ids = [(3 * i + 1) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
     params: dict[str, object] = {"max_new_tokens": new, "ignore_eos": True, "seed": 0, **sampling}
     chosen = SamplingParams(**params)  # type: ignore[arg-type]
-    return Request(rid, tuple(ids), chosen, priority, key_name)
+    return Request(rid, packed(ids), chosen, priority, key_name)

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.fake_worker import KILLED, RAISES, SPOILED, STUCK, FakeEngineClient
 from tests.engine.fakes import expected_output, make_request

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.fakes import FakeRunner, NoForecast, make_limits, make_request, make_scheduler
+from tests.engine.fakes import (
+    FakeRunner,
+    NoForecast,
+    expected_output,
+    make_limits,
+    make_request,
+    make_scheduler,
+)
 from tests.engine.test_overlap import WAYS, requests
 from tetrad.core.request import RequestOutput
 from tetrad.core.step import PAGE_TOKENS
@@ -75,7 +82,7 @@ class Side:
         ]
 
     def _of(self, one: Sequence, *, with_pages: bool) -> list[Any]:
-        counts = one.counts.tolist()
+        counts = list(one.counts)
         return [
             *(one.request.rid, counts, one.token_ids, one.num_kept, one.num_preemptions),
             one.pages if with_pages else len(one.pages),
@@ -178,12 +185,30 @@ def test_rows_are_given_back_and_their_tokens_kept():
     assert sequence.num_known == 110
     assert sequence.num_known - len(sequence._listed) < PAGE_TOKENS, "some are listed already"
     scheduler.set_back()
-    assert (sequence.row, len(sequence._listed), sequence.counts.tolist()) == (-1, 110, [110, 0, 0])
+    assert (sequence.row, len(sequence._listed), [*sequence.counts]) == (-1, 110, [110, 0, 0])
     assert not rows.pages[row].any()
     assert rows.sequences[row] is None
     scheduler.apply(runner.launch(scheduler.schedule()).wait())
     assert sequence.row == row
     assert sequence.num_known == 111
+
+
+def test_a_step_is_computed_again_though_one_of_it_has_ended_and_another_has_its_row():
+    scheduler, runner = make_scheduler(make_limits(16, running=2, step=300)), FakeRunner(16)
+    told = expected_output(make_request("a", 10), 0)
+    assert told[0] != told[1]
+    scheduler.add(make_request("a", 10, new=9, stop_token_ids=(told[1],)))
+    scheduler.add(make_request("b", 12, new=9))
+    steps = [runner.launch(scheduler.schedule()) for _ in range(3)]
+    for step in steps[:2]:
+        scheduler.apply(step.wait())
+    (left,) = scheduler.running
+    scheduler.add(make_request("c", 150, new=9))
+    scheduler.schedule()
+    assert left.row != scheduler.running.last.row
+    a, b = scheduler.as_replay().sequences
+    assert (a.rid, a.token_ids.tolist(), a.pages) == ("a", [0], (16,))
+    assert (b.rid, b.token_ids.tolist()) == ("b", expected_output(make_request("b", 12), 0)[1:2])
 
 
 @pytest.mark.parametrize("num_pages", [1, 16, 17, 300])

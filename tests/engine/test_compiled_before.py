@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def step(sizes: Sizes, params: SamplingParams) -> StepPlan:
     return StepPlan(
         tuple(
             SequenceWork(
-                str(row), (1,) * count, start, (SCRATCH,) * pages_for(start + count),
+                str(row), array("i", (1,) * count), start, (SCRATCH,) * pages_for(start + count),
                 SampleWork(params, 0, 0),
             )
             for row, (count, start) in enumerate(sizes)

@@ -268,6 +268,7 @@ def sequence(most: int, generated: int, *, ends: bool = True, prompt: int = 10) 
     request = make_request("a", prompt, most, ignore_eos=not ends)
     found = Sequence(request, 0, 0, frozenset({EOS} if ends else ()))
     for _ in range(generated):
+        found.expect()
         found.add_token(0)
     return found
 
@@ -339,5 +340,6 @@ def test_setbacks_are_told_now_and_then(caplog: pytest.LogCaptureFixture):
     setbacks.tell(7)
     setbacks.tell(7)
     first, second = (record.message for record in caplog.records)
-    assert first.startswith("requests were set back 2 times because the cache's pages ran out, 2 ")
-    assert second.startswith("requests were set back 5 times because the cache's pages ran out, 7 ")
+    told = "requests were preempted {} times because the cache's pages ran out, {} "
+    assert first.startswith(told.format(2, 2))
+    assert second.startswith(told.format(5, 7))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.fakes import (
     EOS,
@@ -226,4 +227,4 @@ def _phases(grammar: Grammar, token_ids: list[int]) -> Iterator[set[int] | None]
 
 
 def _plan(sequence: Sequence) -> StepPlan:
-    return StepPlan((SequenceWork("r", (1,), 0, (0,), sequence.sample_work()),))
+    return StepPlan((SequenceWork("r", array("i", (1,)), 0, (0,), sequence.expect()),))

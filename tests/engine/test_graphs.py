@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +113,7 @@ def model_of(runner: Runner) -> FakeModel:
 
 def work(rid: str, start: int, pages: tuple[int, ...], *ids: int, samples: bool = True):
     sample = SampleWork(SamplingParams(temperature=0.8), 4, start) if samples else None
-    return SequenceWork(rid, ids, start, pages, sample)
+    return SequenceWork(rid, array("i", ids), start, pages, sample)
 
 
 def tokens_of(runner: Runner, plan: StepPlan) -> list[int]:

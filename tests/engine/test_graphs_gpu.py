@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ SCRATCH, CONTEXT, TOPK = 15, 128, 16
 
 def work(rid: str, start: int, page: int, *ids: int) -> SequenceWork:
     sample = SampleWork(SamplingParams(temperature=0.8), 4, start)
-    return SequenceWork(rid, ids, start, (page, page + 1), sample)
+    return SequenceWork(rid, array("i", ids), start, (page, page + 1), sample)
 
 
 PROMPTS = StepPlan((work("a", 0, 0, *range(9)), work("b", 0, 2, *range(70)), work("c", 0, 4, 8)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from tests.engine.fakes import as_decodes
@@ -16,7 +18,7 @@ SAMPLE = SampleWork(SamplingParams(), 0, 0)
 
 def work(num_tokens: int, start: int, pages: tuple[int, ...], *, samples: bool) -> SequenceWork:
     ids = tuple(range(start, start + num_tokens))
-    return SequenceWork("r", ids, start, pages, SAMPLE if samples else None)
+    return SequenceWork("r", array("i", ids), start, pages, SAMPLE if samples else None)
 
 
 def test_a_mixed_step():
@@ -64,7 +66,7 @@ def test_a_step_that_samples_nothing_wants_no_logits():
 
 def test_pending_tokens_come_from_the_rows_of_the_step_before():
     def one(rid: str, *ids: int) -> SequenceWork:
-        return SequenceWork(rid, ids, 5, (0,), SAMPLE)
+        return SequenceWork(rid, array("i", ids), 5, (0,), SAMPLE)
 
     plan = StepPlan((one("a", -2), one("b", 11, 12), one("c", 9, -1), one("d", -3)))
     batch = build(plan, CPU, torch.tensor([30, 31, -1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def make_runner(folder: Path, device: str, dtype: torch.dtype) -> Runner:
 def work(rid: str, num_tokens: int, start: int, page: int, **params: Any) -> SequenceWork:
     history = tuple(range(start))
     sample = SampleWork(SamplingParams(**params), 5, 3, history, 1, (1,))
-    return SequenceWork(rid, (3,) * num_tokens, start, (page, page + 1), sample)
+    return SequenceWork(rid, array("i", (3,)) * num_tokens, start, (page, page + 1), sample)
 
 
 RULES = {"top_p": 0.9, "num_logprobs": 3, "repetition_penalty": 1.2, "logit_bias": {4: 1.0}}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tetrad.engine.philox import derived_seed, philox4x32, uniform
-from tetrad.engine.uniforms import FEW, uniforms
+from tetrad.engine.philox import philox4x32, uniform
+from tetrad.engine.uniforms import FEW, SEEDS_AT_ONCE, DrawnSeeds, uniforms
 
 ONES = 0xFFFFFFFF
 
@@ -47,10 +47,19 @@ def test_every_position_has_its_own_number():
 
 
 def test_drawn_seeds_differ_and_fit_63_bits():
-    seeds = [derived_seed(7, n) for n in range(1000)]
+    seeds = [*map(DrawnSeeds(7), range(1000))]
     assert len(set(seeds)) == 1000
     assert max(seeds) < 2**63
-    assert derived_seed(8, 0) != seeds[0]
+    assert DrawnSeeds(8)(0) != seeds[0]
+
+
+@pytest.mark.parametrize("seed", [0, -1, 5 + 2**40])
+def test_a_drawn_seed_is_its_counter_s_first_two_words(seed: int):
+    """Whoever was drawn before: the same when served again in another order."""
+    draw, key = DrawnSeeds(seed), (seed & ONES, (seed >> 32) & ONES)
+    for number in (0, SEEDS_AT_ONCE - 1, SEEDS_AT_ONCE, 1, 2**33 + 5):
+        high, low, _, _ = philox4x32((number & ONES, number >> 32, 0, 1), key)
+        assert draw(number) == (high << 32 | low) >> 1
 
 
 @pytest.mark.parametrize("count", [1, FEW, FEW + 1, 500])

@@ -164,7 +164,8 @@ def test_the_youngest_is_preempted_and_gives_the_same_tokens():
     bench.run(*requests)
     assert bench.last["a"].num_preemptions == 0
     assert bench.last["b"].num_preemptions >= 1
-    assert bench.scheduler.counters.preemptions == bench.last["b"].num_preemptions
+    counters = bench.scheduler.counters
+    assert counters.shortages == counters.preemptions == bench.last["b"].num_preemptions
     bench.assert_undisturbed(*requests)
 
 
@@ -309,6 +310,7 @@ def test_the_sampler_is_told_what_it_needs_and_no_more():
         (make_request("r", 512), "prompt", "512 tokens but the context holds 512"),
         (make_request("r", 500, new=13), "max_tokens", "513 together, but the context holds 512"),
         (make_request("r", [VOCAB]), "prompt", f"token id {VOCAB}; the model's ids go from 0 to"),
+        (make_request("r", [1, -1]), "prompt", "token id -1; the model's ids go from 0 to"),
         (make_request("r", []), "prompt", "empty"),
         (make_request("r", new=0), "max_new_tokens", "at least 1; it is 0"),
         (make_request("r", temperature=-1.0), "temperature", "0 or more; it is -1"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.fakes import (
     FakeRunner,
@@ -15,10 +14,10 @@ from tests.engine.fakes import (
     make_scheduler,
 )
 from tetrad.core.messages import EngineStats, StepOutputs
-from tetrad.core.request import RequestOutput
+from tetrad.core.request import RequestOutput, TokenLogprob
 from tetrad.engine.engine import Engine
 from tetrad.engine.gains import StepGain
-from tetrad.engine.shares import Shares
+from tetrad.engine.shares import MOST_LOGPROBS, Shares
 from tetrad.engine.wire import decode, encode, plain_tokens
 
 STATS = EngineStats()
@@ -41,6 +40,18 @@ def test_each_gets_its_own_and_all_get_the_figures():
     columns = [list(plain_tokens(messages[worker])) for worker in range(3)]
     assert columns == [[(2**32 - 1, 2**31 - 1), (8, 5)], [], [(7, 4)]]
     assert all(message.stats == STATS for message in messages.values())
+
+
+def test_many_log_probabilities_are_told_in_messages_that_are_soon_read():
+    top = tuple((token_id, -1.0) for token_id in range(20))
+    outputs = [
+        RequestOutput(str(number), (1,), (TokenLogprob(1, -1.0, top),)) for number in range(500)
+    ]
+    gain = StepGain(outputs, np.array([4]), np.array([7]), np.array([0]))
+    messages = [message for _, message in Shares().messages(gain, {0}, STATS)]
+    assert [output for message in messages for output in message.outputs] == outputs
+    assert [list(plain_tokens(message)) for message in messages] == [[(7, 4)], [], []]
+    assert all(21 * len(message.outputs) < MOST_LOGPROBS + 21 for message in messages)
 
 
 @pytest.mark.parametrize("how", WAYS)

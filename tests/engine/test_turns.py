@@ -11,7 +11,7 @@ import pytest
 from tetrad.core.errors import TetradError
 from tetrad.core.request import RequestOutput
 from tetrad.engine.sinks import Stream
-from tetrad.engine.turns import MOST_REST_S, TURN_S, Turns
+from tetrad.engine.turns import MOST_REST_S, MUCH_DUE, TURN_S, Turns
 
 
 class Loop:
@@ -160,3 +160,28 @@ def test_a_turn_is_short_and_the_next_goes_on():
         num_turns += 1
     assert num_turns == 4
     assert [told.heard for told in served.told] == [[[0]]] * 10
+
+
+def test_outputs_of_one_stream_are_told_one_at_a_time():
+    """Each may be the whole answer so far."""
+    served = Served(1, 2 * TURN_S)
+    (told,), (stream,) = served.told, served.streams
+    for number in range(3):
+        served.turns.output(stream, RequestOutput(str(number), (number,)))
+    served.turns.token(stream, 3)
+    served.turns.go()
+    for number in range(1, 4):
+        assert len(told.heard) == number
+        served.loop.turn()
+    assert [output.rid for output in told.heard[:3]] == ["0", "1", "2"]
+    assert told.heard[3:] == [[3]]
+
+
+def test_much_that_is_due_is_noticed():
+    served = Served(1, 0.0)
+    for number in range(MUCH_DUE + 1):
+        assert not served.turns.is_behind
+        served.turns.output(served.streams[0], RequestOutput(str(number), (number,)))
+    assert served.turns.is_behind
+    served.turns.go()
+    assert not served.turns.is_behind

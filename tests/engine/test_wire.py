@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tetrad.core import messages as m
-from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams, TokenLogprob
+from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams, TokenLogprob, packed
 from tetrad.engine.wire import decode, encode
 
 SAMPLING = SamplingParams(logit_bias={3: -1.5}, seed=2**63 - 1, stop_token_ids=(1, 2))
@@ -14,7 +14,7 @@ OUTPUT = RequestOutput(
     "a", (5,), (TokenLogprob(5, -0.25, ((5, -0.25), (1, -2.0))),), Finish("stop", 5), 10, 3, 1
 )
 EXAMPLES: list[m.Message] = [
-    m.AddRequests([Request("a", (1, 2, 3), SAMPLING, worker=3)]),
+    m.AddRequests([Request("a", packed((1, 2, 3)), SAMPLING, worker=3)]),
     m.AbortRequests(["a", "b"]),
     m.Call(7, "state", 3),
     m.WorkerJoined(3),

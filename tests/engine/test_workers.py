@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.fake_worker import KILLED, RAISES, STUCK, FakeEngineClient
 from tests.engine.fakes import expected_output, make_request

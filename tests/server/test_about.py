@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,13 @@ async def test_models(client: httpx.AsyncClient):
     assert (card["id"], card["object"], card["max_model_len"]) == ("abacus", "model", 256)
     assert (await client.get("/v1/models/abacus")).json() == card
     assert (await client.get("/v1/models/other")).status_code == 404
+
+
+async def test_a_model_whose_name_ends_in_a_slash(service: Service, client: httpx.AsyncClient):
+    service.model = replace(service.model, name="lab/abacus/")
+    for path in ("lab/abacus/", "lab/abacus"):
+        assert (await client.get(f"/v1/models/{path}")).json()["id"] == "lab/abacus/"
+    assert (await client.get("/v1/models/lab")).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])

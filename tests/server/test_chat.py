@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.conftest import MakeService
 from tests.server.fake_engine import EOS, FakeEngine, Step, saying
 from tests.server.sse import events
+from tests.server.test_about import connect
 from tetrad.core.request import Finish
 from tetrad.server.chat_template import ChatTemplate
 from tetrad.server.service import Service
@@ -164,6 +166,29 @@ async def test_what_the_template_does_not_know_is_told(service: Service, client:
         told = response.headers.get("x-tetrad-warning", "")
         assert told.startswith(warning)
         assert bool(told) == bool(warning)
+
+
+async def test_an_effort_that_nobody_knows_is_told(
+    service: Service, client: httpx.AsyncClient, make_service: MakeService
+):
+    template = "{{ messages[0].content }}{{ reasoning_effort == 'ultra' }}"
+    service.model = replace(service.model, template=ChatTemplate(template))
+    known = ("Unknown reasoning_effort 'hi\\xe9gh'; there are none, minimal, low, medium, high, "
+             "xhigh, max.")  # fmt: skip
+    for fields, warning in (
+        ({"reasoning_effort": "hiégh"}, known),
+        ({"reasoning": {"effort": "hiégh"}}, known),
+        ({"reasoning_effort": "high"}, ""),
+        ({"reasoning_effort": "ultra"}, ""),
+        ({"reasoning_effort": 0.5}, ""),
+    ):
+        response = await client.post(ROUTE, json=body(**fields, max_tokens=2))
+        assert response.status_code == 200, response.text
+        assert response.headers.get("x-tetrad-warning", "") == warning
+    async with connect(make_service(strict_api=True)) as strict:
+        response = await strict.post(ROUTE, json=body(reasoning_effort="hihg"))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "reasoning_effort"
 
 
 async def test_a_conversation_with_tool_results_is_rendered(

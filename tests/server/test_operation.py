@@ -88,6 +88,7 @@ async def test_a_stream_that_takes_too_long_ends_with_the_error(
     *events, last = [line for line in response.text.split("\n\n") if line]
     assert len(events) > 1
     assert "deadline_exceeded" in last
+    assert (await samples(client))["tetrad_request_timeouts_total"] == 1
     assert engine.aborted
 
 

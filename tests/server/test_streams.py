@@ -13,7 +13,7 @@ import pytest
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tetrad.core.request import Finish, Request
-from tetrad.server import answers, choices, push
+from tetrad.server import answers, choices, pace, push
 from tetrad.server.service import Service
 from tetrad.server.session import Delta
 
@@ -177,7 +177,7 @@ async def test_what_came_together_is_written_together(monkeypatch: pytest.Monkey
 
 async def test_long_events_are_written_one_by_one_and_others_have_their_turns(monkeypatch):
     """What a slow client has left waiting would be one write of hundreds of megabytes."""
-    monkeypatch.setattr(push, "SHARE_S", -1.0)
+    monkeypatch.setattr(pace, "SHARE_S", 1e-9)
     turns: list[int] = []
     rendered: list[int] = []
 
@@ -210,7 +210,7 @@ async def test_an_error_comes_after_what_came_before_it():
 async def test_pieces_that_wait_already_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch):
     """All of an answer may be there when a slow client leaves: that it left must be heard before
     the rest is written for nobody."""
-    monkeypatch.setattr(push, "SHARE_S", -1.0)
+    monkeypatch.setattr(pace, "SHARE_S", 1e-9)
     num_sent = 0
     inbox = push.Inbox()
     for _ in range(100 * push.MOST_AT_ONCE):
@@ -218,7 +218,8 @@ async def test_pieces_that_wait_already_do_not_keep_others_waiting(monkeypatch: 
 
     async def pieces(_: object) -> AsyncGenerator[bytes, None]:
         while found := await inbox.get():
-            yield b"data: x\n\n" * len(found)
+            async for piece in push.together(lambda *_: b"data: x\n\n", found):
+                yield piece
 
     async def send(_: Any) -> None:
         nonlocal num_sent

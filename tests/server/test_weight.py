@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from tests.server.test_bad_input import CHAT, COMPLETIONS, USER, json_values, sentence
 from tetrad.core.errors import CapacityError
 from tetrad.server import weight
-from tetrad.server.weight import HELD, LIGHT_BYTES, MAX_NESTS, MAX_VALUES, Held, count
+from tetrad.server.weight import (
+    HELD,
+    LIGHT_BYTES,
+    MAX_ESCAPES,
+    MAX_NESTS,
+    MAX_VALUES,
+    Held,
+    count,
+)
 
 FILL = " " * LIGHT_BYTES
 
@@ -28,13 +36,18 @@ def nests_and_commas(value: Any) -> tuple[int, int]:
     return 1 + sum(n for n, _ in inner), max(0, len(value) - 1) + sum(c for _, c in inner)
 
 
+def counts(text: str) -> tuple[int, int, int]:
+    """What `count` is to find in the JSON of a value."""
+    return *nests_and_commas(json.loads(text)), text.count("\\")
+
+
 @given(json_values, st.integers(1, 9))
 def test_what_is_counted_is_what_is_there(value: Any, piece_bytes: int):
     """Whatever strings hold, and wherever a piece ends."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight, "PIECE_BYTES", piece_bytes)
-        for raw in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
-            assert count(raw.encode("utf-8", "surrogatepass")) == nests_and_commas(value)
+        for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+            assert count(text.encode("utf-8", "surrogatepass")) == counts(text)
 
 
 @given(st.lists(st.text(st.sampled_from('\\"{[,a'), max_size=12), max_size=6))
@@ -42,7 +55,7 @@ def test_quotes_and_backslashes_are_no_obstacle(texts: list[str]):
     for piece_bytes in range(1, 8):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weight, "PIECE_BYTES", piece_bytes)
-            assert count(json.dumps(texts).encode()) == (1, max(0, len(texts) - 1))
+            assert count(json.dumps(texts).encode()) == counts(json.dumps(texts))
 
 
 async def test_bodies_of_too_many_parts(client: httpx.AsyncClient):
@@ -51,6 +64,9 @@ async def test_bodies_of_too_many_parts(client: httpx.AsyncClient):
     assert f"{MAX_NESTS + 2} objects and lists" in message
     message = sentence(await client.post(COMPLETIONS, json={"prompt": [3] * (MAX_VALUES + 1)}), 413)
     assert f"{MAX_VALUES + 1} values" in message
+    escapes = b'{"prompt": "' + b"\\n" * (MAX_ESCAPES + 1) + b'"}'
+    message = sentence(await client.post(COMPLETIONS, content=escapes), 413)
+    assert f"{MAX_ESCAPES + 1} backslashes" in message
     text = "{[,]}" * MAX_VALUES
     assert "characters" in sentence(await client.post(COMPLETIONS, json={"prompt": text}))
     assert HELD.total_bytes == 0

@@ -19,3 +19,13 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER_OBJECTS, 20, 100)
+
+
+SHORT_WALK_OBJECTS = 20_000
+
+
+def calm_collector_in_short_walks() -> None:
+    """The same for a process that must answer soon: a walk takes 0.4 µs an object, and nobody can
+    interrupt it. So the young are looked at by so many, and by twice as many; all as seldom."""
+    calm_collector()
+    gc.set_threshold(SHORT_WALK_OBJECTS, 1, 2000)

@@ -36,28 +36,28 @@ class ModelOptions(Config):
     )
     load_format: Literal["auto", "dummy", "null"] = option(
         "auto",
-        "Where weights come from: auto reads the folder's safetensors; dummy draws them, NVFP4 "
-        "experts and all else not quantised, so that MODEL may also be a preset such as glm-5 or a "
-        "config.json, and the embedded model's tokenizer stands in where there is none; null has "
-        "no weights: scripted tokens at a set pace, to measure what serving itself costs.",
+        "Where weights come from. auto: the folder's safetensors. dummy: random weights, NVFP4 "
+        "experts and the rest in bf16; MODEL may then be a preset such as glm-5 or a config.json, "
+        "and the embedded model's tokenizer is used where there is none. null: no weights, "
+        "scripted tokens at a set pace, to measure what serving itself costs.",
         group="Model",
     )
     null_step_ms: float = option(
         20.0,
-        "Milliseconds that a step of --load-format null takes.",
+        "Milliseconds per step of --load-format null.",
         group="Model",
         ge=0.0,
         le=60_000.0,
     )
     quantization: str | None = option(
         None,
-        "Quantise linear weights as they are loaded: nvfp4, fp8 or int8. For llama models only, as "
-        "folder or GGUF; those with experts are served as they are stored. Default: as stored.",
+        "Quantise linear weights while loading: nvfp4, fp8 or int8. For llama models only; models "
+        "with experts are served as they are stored. Default: as stored.",
         group="Model",
     )
     num_layers: int | None = option(
         None,
-        "Serve the first so many layers only; the text means nothing then. Default: all.",
+        "Serve only the first N layers, to measure speed: the text means nothing. Default: all.",
         group="Model",
         ge=1,
         le=10_000,
@@ -70,8 +70,8 @@ class ModelOptions(Config):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
-        "Type of activations and of weights that are not quantised; auto is bfloat16 on a GPU "
-        "and, for models without experts, on a CPU that multiplies it; else float32.",
+        "Type of activations and of unquantised weights. auto: bfloat16 on a GPU, and on a CPU "
+        "with bfloat16 instructions for models without experts; otherwise float32.",
         group="Model",
     )
     context_length: int | None = option(
@@ -89,14 +89,14 @@ class ModelOptions(Config):
     )
     rehearse: str | None = option(
         None,
-        "Run one rank of a layout alone, such as tp=8,ep=8,attn_dp=8,rank=0: its share of the "
-        "model, the other ranks stood in for; the text means nothing then.",
+        "Run one rank of a layout alone, such as tp=8,ep=8,attn_dp=8,rank=0, with its share of the "
+        "model and stand-ins for the other ranks, to measure speed: the text means nothing.",
         group="Model",
     )
     rehearse_routing: Literal["random", "skewed"] = option(
         "random",
-        "How the other ranks' tokens choose experts in a rehearsal: all alike, or with a bias of "
-        "each expert.",
+        "How the other ranks' tokens choose experts in a rehearsal: all experts equally often, or "
+        "some more than others.",
         group="Model",
     )
     chat_template: Path | None = option(
@@ -104,84 +104,84 @@ class ModelOptions(Config):
     )
     reasoning_parser: Literal["auto", "none", "glm45", "deepseek-r1", "qwen3"] = option(
         "auto",
-        "How reasoning is split from the answer; auto looks for <think> in the chat template.",
+        "How reasoning is split from the answer. auto: by <think> in the chat template.",
         group="Model",
     )
     tool_call_parser: Literal["auto", "none", "glm45", "glm47", "deepseekv32", "qwen", "hermes"] = (
         option(
             "auto",
-            "How tool calls are read from the text; auto looks for markers in the chat template.",
+            "How tool calls are read from the text. auto: by the markers in the chat template.",
             group="Model",
         )
     )
     grammar_backend: Literal["xgrammar", "none"] = option(
         "xgrammar",
-        "What constrains answers to a JSON schema, a regular expression or a grammar; none refuses "
-        "requests that ask for it.",
+        "Library that constrains answers to a JSON schema, a regular expression or a grammar; none "
+        "refuses such requests.",
         group="Model",
     )
     sampling_defaults: Literal["model", "openai"] = option(
         "model",
-        "Defaults of sampling fields a request leaves out: the model's (generation_config.json; a "
-        "GGUF file's general.sampling, else llama.cpp's), or OpenAI's (temperature 1, top_p 1).",
+        "Values of sampling fields that a request leaves out: the model's (generation_config.json; "
+        "of a GGUF file general.sampling, or llama.cpp's), or OpenAI's (temperature 1, top_p 1).",
         group="Model",
     )
 
     max_running_requests: int | None = option(
         None,
-        "Most sequences in one step. Default: as many as the cache can serve, at most 256.",
+        "Most requests that run at once. Default: as many as the cache can hold, at most 256.",
         group="Scheduling",
         ge=1,
         le=65536,
     )
     chunked_prefill_size: int = option(
         2048,
-        "Token budget of one step; a longer prompt is computed in several steps.",
+        "Most tokens in one step; longer prompts are computed in chunks.",
         group="Scheduling",
         ge=1,
         le=1_000_000,
     )
     max_queued_requests: int | None = option(
         None,
-        "Requests that may wait; one more is refused with 503 and Retry-After. Default: no limit.",
+        "Most requests that may wait; more get 503 with Retry-After. Default: no limit.",
         group="Scheduling",
         ge=0,
     )
     schedule_conservativeness: float = option(
         1.0,
-        "How much room is kept for tokens that running requests are expected to get yet: below 1 "
-        "more requests run at once and more of them are set back when pages run out; 0 keeps none.",
+        "How much of the cache is reserved for tokens that running requests are expected to "
+        "generate. Below 1 more requests run at once and more are preempted; 0 reserves nothing.",
         group="Scheduling",
         ge=0.0,
         le=10.0,
     )
     disable_overlap_schedule: bool = option(
         False,
-        "Wait for the tokens of each step before planning the next. Gives the same text, slower.",
+        "Wait for the tokens of each step before planning the next: the same text, slower.",
         group="Scheduling",
     )
     num_continuous_decode_steps: int = option(
         1,
-        "Decode steps launched between two looks at what waits: less host time, a longer wait for "
-        "new requests. Steps with a prompt or a request with penalties are launched one by one.",
+        "Decode steps launched between two schedulings: less host time, a longer wait for new "
+        "requests. Steps with a prompt or with penalties are launched one by one.",
         group="Scheduling",
         ge=1,
         le=1024,
     )
     stream_interval: int = option(
         1,
-        "Tokens of a request that are handed out together, but for the first, which never waits.",
+        "Tokens sent together in a stream; the first token never waits.",
         group="Scheduling",
         ge=1,
         le=65536,
     )
     disable_cuda_graph: bool = option(
-        False, "Launch the kernels of each decode step one by one.", group="Scheduling"
+        False, "Launch the kernels of decode steps one by one.", group="Scheduling"
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "Most sequences of a decode step that is recorded as a CUDA graph. Default: "
-        "max_running_requests; less where memory ends.",
+        "Largest decode step that is recorded as a CUDA graph, in requests. Default: "
+        "max_running_requests, or fewer if memory runs out.",
         aliases=("--cuda-graph-max-bs-decode",),
         group="Scheduling",
         ge=1,
@@ -189,7 +189,7 @@ class ModelOptions(Config):
     )
     cuda_graph_bs: tuple[BatchSize, ...] = option(
         (),
-        "Sizes of decode steps to record instead of the usual ones; others are padded to the next.",
+        "Sizes of decode steps to record; others are padded to the next. Default: usual sizes.",
         aliases=("--cuda-graph-bs-decode",),
         group="Scheduling",
     )
@@ -202,15 +202,16 @@ class ModelOptions(Config):
     )
     max_total_tokens: int | None = option(
         None,
-        "Caps the tokens the cache holds, whatever the memory. Default: what memory allows, but no "
-        "more than max_running_requests contexts.",
+        "Most tokens in the cache. Default: what memory allows, at most max_running_requests whole "
+        "contexts.",
         group="Memory",
         ge=64,
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Type of cached keys. auto: that of the activations; bfloat16: the same, where these are; "
-        "fp8_e4m3: 656 instead of 1152 bytes a latent of GLM-5, 132 instead of 256 an index key.",
+        "Type of cached keys. auto: as activations. bfloat16: only where activations are. "
+        "fp8_e4m3: 656 instead of 1152 bytes per token and layer of GLM-5, 132 instead of 256 for "
+        "its indexer.",
         group="Memory",
     )
     disable_radix_cache: bool = option(
@@ -232,20 +233,20 @@ class ModelOptions(Config):
     )
     prefill_attention_backend: str | None = option(
         None,
-        "Backend of attention in all other steps. Default: that of --attention-backend.",
+        "Backend of attention in steps with prompts. Default: that of --attention-backend.",
         aliases=("--nsa-prefill-backend", "--dsa-prefill-backend"),
         group="Kernels",
     )
     random_seed: int = option(
-        0, "Seed of requests that bring none of their own.", group="Model", ge=0, le=2**63 - 1
+        0, "Seed of requests without a seed of their own.", group="Model", ge=0, le=2**63 - 1
     )
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: Port = option(30000, "Port to listen on; 0 takes a free one.")
     api_workers: int | None = option(
         None,
-        "API processes that share the port and the engine; text and HTTP of one use one processor "
-        "at most. Default: 1; from 8 processors on a quarter of them, at most 4.",
+        "API processes that share the port and the engine; each uses at most one processor. "
+        "Default: 1, and from 8 processors on a quarter of them, at most 4.",
         aliases=("--api-server-count",),
         ge=1,
         le=64,
@@ -255,25 +256,24 @@ class ModelOptions(Config):
     )
     max_stored_responses: int = option(
         1024,
-        "Answers of /v1/responses that can be fetched and gone on from, for an hour and in 64 MiB "
-        "at most; 0 stores none.",
+        "Most answers of /v1/responses that are stored, for an hour and in 64 MiB at most; 0 "
+        "stores none.",
         ge=0,
         le=65536,
     )
     strict_api: bool = option(
         False,
-        "Refuse a request with a field that nobody knows; else the answer's header "
-        "X-Tetrad-Warning names it.",
+        "Refuse requests with unknown fields; otherwise the header X-Tetrad-Warning names them.",
     )
     startup_timeout: float = option(
         600.0,
-        "Seconds that each phase of the engine's start may take, such as reading weights or "
-        "recording graphs, before the server shows where it is stuck and ends.",
+        "Seconds that each phase of the engine's start may take, such as reading weights; then the "
+        "server prints where it is stuck and exits.",
         gt=0,
     )
     watchdog_timeout: float = option(
         300.0,
-        "Seconds one engine step may take before the server shows where it is stuck and ends.",
+        "Seconds one engine step may take; then the server prints where it is stuck and exits.",
         aliases=("--step-timeout",),
         gt=0,
     )
@@ -281,7 +281,7 @@ class ModelOptions(Config):
         30.0, "Seconds that running requests get to finish after SIGTERM.", ge=0
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe log line to print."
+        "info", "Least severe log lines to print."
     )
 
     _attention = checked(

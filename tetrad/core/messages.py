@@ -78,7 +78,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
     preemptions_total: int = 0
-    """Requests set back because pages ran out."""
+    """Requests preempted because pages ran out, or for one of a higher priority."""
     new_token_ratio: float = 0.0
     """Of the tokens that a request may still get, those that admission expects it to get."""
     nonfinite_total: int = 0

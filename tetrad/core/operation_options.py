@@ -32,52 +32,50 @@ class OperationOptions(Config):
 
     enable_priority_scheduling: bool = option(
         False,
-        "Serve requests by their field priority, an integer: higher first, equal ones in turns of "
-        "their API keys, then by arrival. Without it the field changes nothing.",
+        "Schedule by the requests' field priority, an integer: higher first; among equals API keys "
+        "take turns, then by arrival. Without this flag the field has no effect.",
         group="Scheduling",
     )
     schedule_low_priority_values_first: bool = option(
-        False, "Lower numbers are the higher priorities, as in vLLM.", group="Scheduling"
+        False, "Lower numbers are higher priorities, as in vLLM.", group="Scheduling"
     )
     priority_scheduling_preemption_threshold: int = option(
         10,
-        "A request whose priority is above a running one's by more than this may have it set back "
-        "to get in.",
+        "A waiting request may preempt a running one whose priority is lower by more than this.",
         group="Scheduling",
         ge=0,
         le=2**32,
     )
     abort_on_priority_when_disabled: bool = option(
         False,
-        "Refuse requests with a priority when --enable-priority-scheduling is not there.",
+        "Refuse requests with a priority unless --enable-priority-scheduling is given.",
         group="Scheduling",
     )
     max_queued_tokens: int | None = option(
         None,
-        "Prompt tokens that may wait for their requests' first tokens; a request beyond that is "
+        "Most prompt tokens of requests without a first token yet; a request beyond that is "
         "refused with Retry-After, unless it is the only one. Default: no limit.",
         group="Scheduling",
         ge=1,
     )
     request_timeout: float | None = option(
         None,
-        "Most seconds a request may take from its arrival to its last byte; its field timeout or "
-        "its header X-Request-Timeout may only ask for less. Default: no limit.",
+        "Most seconds from a request's arrival to its last byte; its field timeout or its header "
+        "X-Request-Timeout can only shorten this. Default: no limit.",
         group="Scheduling",
         gt=0,
     )
 
     admin_api_key: str | None = option(
         None,
-        "Key for the routes that change the server for all, such as /flush_cache; with it no other "
-        "key opens them.",
+        "Key for the administrative routes, such as /flush_cache; other keys no longer open them.",
         group="Access",
         env="TETRAD_ADMIN_API_KEY",
     )
     api_key_file: Path | None = option(
         None,
-        "File with further keys, a line each: NAME KEY. The names are in the access log, and when "
-        "requests wait the keys take turns.",
+        "File with further keys, a line each: NAME KEY. Names appear in the access log, and keys "
+        "take turns when requests wait.",
         group="Access",
     )
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = option(
@@ -87,12 +85,12 @@ class OperationOptions(Config):
         group="Access",
     )
     max_request_body: float = option(
-        32.0, "Most MiB that the body of a request may have.", group="Access", gt=0, le=256
+        32.0, "Largest body of a request in MiB.", group="Access", gt=0, le=256
     )
     root_path: str = option(
         "",
-        "Path under which a proxy shows the server, such as /llm; whether the proxy takes it off "
-        "or not.",
+        "Path under which a proxy serves this server, such as /llm, whether it strips the path or "
+        "not.",
         aliases=("--fastapi-root-path",),
         group="Access",
     )
@@ -107,23 +105,25 @@ class OperationOptions(Config):
     )
     ssl_ca_certs: Path | None = option(
         None,
-        "Authorities (PEM): let in only clients with a certificate from one of them.",
+        "Certificate authorities (PEM): accept only clients with a certificate from one of them.",
         group="Access",
     )
 
     access_log: AccessLog = option(
-        "off", "A line on stderr for each request that ended, as text or JSON.", group="Telling"
+        "off",
+        "Print a line on stderr for each finished request, as text or JSON.",
+        group="Observability",
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "Send a trace of each request there by OTLP over HTTP, such as "
+        "Send a trace of each request by OTLP over HTTP to this address, such as "
         f"http://localhost:4318/v1/traces. Needs {install('otel')}.",
-        group="Telling",
+        group="Observability",
     )
     profile_dir: Path | None = option(
         None,
-        "Folder for traces of torch's profiler; without it /start_profile is refused.",
-        group="Telling",
+        "Folder for traces of torch's profiler; /start_profile is refused without it.",
+        group="Observability",
     )
 
     @model_validator(mode="after")

@@ -37,8 +37,8 @@ class Decodes:
     """D sequences that compute one token each and sample by temperature, top-k, top-p and min-p
     alone: no penalty, no bias, no grammar, no log-probabilities."""
 
-    rids: Objects
-    """[D] str."""
+    owners: Objects
+    """[D] whose they are: what has a `rid`."""
     token_ids: Ints
     """[D]; pending ones are -1 - r, as in `SequenceWork`."""
     starts: Ints
@@ -57,6 +57,11 @@ class Decodes:
     def __len__(self) -> int:
         return len(self.starts)
 
+    @property
+    def rids(self) -> list[str]:
+        """[D]."""
+        return [owner.rid for owner in self.owners]
+
     def pages(self, index: int) -> tuple[int, ...]:
         """Those of one sequence that hold what it reads and writes."""
         num_pages = int(self.starts[index]) // PAGE_TOKENS + 1
@@ -64,7 +69,7 @@ class Decodes:
 
 
 NO_DECODES = Decodes(
-    rids=no_objects(),
+    owners=no_objects(),
     token_ids=no_ints(),
     starts=no_ints(),
     page_table=np.empty((0, 0), np.int32),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar, Request, SamplingParams
@@ -59,64 +62,72 @@ def _check_grammar(grammar: Grammar | None) -> None:
 
 
 def _check_ids(request: Request, limits: Limits) -> None:
-    if not request.prompt_ids:
+    if not request.prompt:
         raise RequestError("The prompt is empty; it needs at least one token.", param="prompt")
+    # read without a sign, a negative one is too large as well
+    if np.maximum.reduce(np.frombuffer(request.prompt, np.uint32)) >= limits.vocab:
+        raise _unknown_id("prompt", request.prompt_ids, limits.vocab)
     sampling = request.sampling
     for param, ids in (
-        ("prompt", request.prompt_ids),
         ("stop_token_ids", sampling.stop_token_ids),
-        ("logit_bias", tuple(sampling.logit_bias)),
+        ("logit_bias", sampling.logit_bias),
     ):
         if ids and (min(ids) < 0 or max(ids) >= limits.vocab):
-            wrong = next(i for i in ids if not 0 <= i < limits.vocab)
-            raise RequestError(
-                f"{param} holds token id {wrong}; the model's ids go from 0 to {limits.vocab - 1}.",
-                param=param,
-            )
+            raise _unknown_id(param, ids, limits.vocab)
+
+
+def _unknown_id(param: str, ids: Iterable[int], vocab: int) -> RequestError:
+    wrong = next(i for i in ids if not 0 <= i < vocab)
+    return RequestError(
+        f"{param} holds token id {wrong}; the model's ids go from 0 to {vocab - 1}.", param=param
+    )
+
+
+RULES = (
+    ("max_new_tokens", "at least 1"),
+    ("min_new_tokens", "at least 0"),
+    ("temperature", "0 or more"),
+    ("top_p", "above 0 and at most 1"),
+    ("top_k", "at least 1, or 0 for all"),
+    ("min_p", "from 0 to 1"),
+    ("repetition_penalty", f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"),
+    ("presence_penalty", "from -2 to 2"),
+    ("frequency_penalty", "from -2 to 2"),
+    ("logit_bias", f"within {MAX_LOGIT_BIAS:g} of 0"),
+    ("num_logprobs", f"0 to {MAX_LOGPROBS}"),
+    ("stop_token_ids", "fewer than the vocabulary"),
+)
+"""Fields of a request's sampling in the order in which they are checked, and what each must be."""
 
 
 def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
-    bias = max(map(abs, sampling.logit_bias.values()), default=0.0)
+    bias = max(map(abs, sampling.logit_bias.values())) if sampling.logit_bias else 0.0
     num_end_ids = len({*limits.eos_ids, *sampling.stop_token_ids})
-    for param, value, is_valid, rule in (
-        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
-        ("min_new_tokens", sampling.min_new_tokens, sampling.min_new_tokens >= 0, "at least 0"),
-        ("temperature", sampling.temperature, 0.0 <= sampling.temperature < math.inf, "0 or more"),
-        ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "above 0 and at most 1"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 1, or 0 for all"),
-        ("min_p", sampling.min_p, 0.0 <= sampling.min_p <= 1.0, "from 0 to 1"),
-        (
-            "repetition_penalty",
-            sampling.repetition_penalty,
-            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
-            f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
-        ),
-        (
-            "presence_penalty",
-            sampling.presence_penalty,
-            -2.0 <= sampling.presence_penalty <= 2.0,
-            "from -2 to 2",
-        ),
-        (
-            "frequency_penalty",
-            sampling.frequency_penalty,
-            -2.0 <= sampling.frequency_penalty <= 2.0,
-            "from -2 to 2",
-        ),
-        ("logit_bias", bias, bias <= MAX_LOGIT_BIAS, f"within {MAX_LOGIT_BIAS:g} of 0"),
-        ("num_logprobs", sampling.num_logprobs, _fits_logprobs(sampling), f"0 to {MAX_LOGPROBS}"),
-        ("stop_token_ids", num_end_ids, num_end_ids < limits.vocab, "fewer than the vocabulary"),
-    ):
-        if not is_valid:
-            raise RequestError(f"{param} must be {rule}; it is {value}.", param=param)
-
-
-def _fits_logprobs(sampling: SamplingParams) -> bool:
-    return sampling.num_logprobs is None or 0 <= sampling.num_logprobs <= MAX_LOGPROBS
+    are_valid = (
+        sampling.max_new_tokens >= 1,
+        sampling.min_new_tokens >= 0,
+        0.0 <= sampling.temperature < math.inf,
+        0.0 < sampling.top_p <= 1.0,
+        sampling.top_k >= 0,
+        0.0 <= sampling.min_p <= 1.0,
+        MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+        -2.0 <= sampling.presence_penalty <= 2.0,
+        -2.0 <= sampling.frequency_penalty <= 2.0,
+        bias <= MAX_LOGIT_BIAS,
+        sampling.num_logprobs is None or 0 <= sampling.num_logprobs <= MAX_LOGPROBS,
+        num_end_ids < limits.vocab,
+    )
+    if False in are_valid:
+        param, rule = RULES[are_valid.index(False)]
+        derived = {"logit_bias": bias, "stop_token_ids": num_end_ids}
+        value = derived.get(param, getattr(sampling, param))
+        raise RequestError(f"{param} must be {rule}; it is {value}.", param=param)
 
 
 def _check_length(request: Request, limits: Limits) -> None:
-    num_prompt, num_new = len(request.prompt_ids), request.sampling.max_new_tokens
+    num_prompt, num_new = request.num_prompt, request.sampling.max_new_tokens
+    if num_prompt + num_new <= min(limits.context_tokens, limits.cache_tokens):
+        return
     for num_tokens, holder, cure in (
         (limits.context_tokens, "the context", ""),
         (

@@ -42,11 +42,12 @@ class PagePool:
 
     def release(self, page: int) -> int:
         """Drop one reference; at zero the page is free. Returns the references left."""
-        assert self._references[page] > 0, f"page {page} is free already"
-        self._references[page] -= 1
-        if self._references[page] == 0:
+        left = self._references[page] - 1
+        assert left >= 0, f"page {page} is free already"
+        self._references[page] = left
+        if not left:
             self._free.append(page)
-        return self._references[page]
+        return left
 
     def references(self, page: int) -> int:
         return self._references[page]

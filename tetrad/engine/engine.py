@@ -18,9 +18,9 @@ from tetrad.engine.admission import Limits
 from tetrad.engine.gains import Gains, StepGain
 from tetrad.engine.grammars import Grammars, Masks
 from tetrad.engine.ledger import ABORTED
-from tetrad.engine.philox import derived_seed
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.stream import StreamInterval
+from tetrad.engine.uniforms import DrawnSeeds
 
 _log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Engine:
             return Gains()
         gains = self._take_in(0) if self.scheduler.needs_tokens else Gains()
         num_launched = self._launch(gains)
-        self._setbacks.tell(self.scheduler.counters.preemptions)
+        self._setbacks.tell(self.scheduler.counters.shortages)
         gains.steps += self._take_in(num_launched if self._overlap else 0).steps
         self._rate.count(len(gains))
         self.profiler.stepped()
@@ -293,14 +293,14 @@ def scheduler_of(config: ServeConfig, limits: Limits) -> Scheduler:
     return Scheduler(
         limits,
         use_prefix_cache=not config.disable_radix_cache,
-        draw_seed=lambda n: derived_seed(config.random_seed, n),
+        draw_seed=DrawnSeeds(config.random_seed),
         conservativeness=config.schedule_conservativeness,
         preemption_threshold=threshold if config.enable_priority_scheduling else None,
     )
 
 
 class Setbacks:
-    """Tells in the log that requests were set back for want of pages, now and then."""
+    """Tells in the log that requests were preempted for want of pages, now and then."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -312,8 +312,9 @@ class Setbacks:
         if total == self._told or self._clock() - self._told_at < SETBACKS_EVERY_S:
             return
         _log.warning(
-            "requests were set back %d times because the cache's pages ran out, %d times since the "
-            "start; they begin anew when there is room (--max-running-requests lets in fewer)",
+            "requests were preempted %d times because the cache's pages ran out, %d times since "
+            "the start; they start again when there is room (lower --max-running-requests to admit "
+            "fewer)",
             total - self._told,
             total,
         )

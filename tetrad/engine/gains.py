@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from tetrad.core.plan import Ints, Objects, no_ints, no_objects
 from tetrad.core.request import RequestOutput
 from tetrad.engine.work import output_of
+
+Bools = npt.NDArray[np.bool_]
+ALL = slice(None)
 
 
 @dataclass(slots=True)
@@ -23,14 +29,16 @@ class StepGain:
     workers: Ints = field(default_factory=no_ints)
     """[n] `Request.worker`,"""
     sequences: Objects = field(default_factory=no_objects)
-    """[n] and who that is."""
+    """[m] of whom `plain` picks who that is: looked up when somebody asks."""
+    plain: slice | Bools = field(default_factory=lambda: ALL)
 
     def __len__(self) -> int:
         return len(self.token_ids) + len(self.outputs)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         """All as outputs."""
-        for sequence, token_id in zip(self.sequences, self.token_ids.tolist(), strict=True):
+        sequences = self.sequences[self.plain]
+        for sequence, token_id in zip(sequences, self.token_ids.tolist(), strict=True):
             yield output_of(sequence, token_id, None)
         yield from self.outputs
 

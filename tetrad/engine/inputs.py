@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -51,11 +50,10 @@ class Columns:
             slots = _slots(decodes.page_table, rows, starts)
             ones = np.ones_like(starts)
             return cls(ones, starts + 1, decodes.page_table, decodes.token_ids, starts, slots)
-        count = len(works)
-        lens = np.fromiter((len(work.token_ids) for work in works), np.int64, count)
-        starts = np.fromiter((work.start for work in works), np.int64, count)
-        ids = chain.from_iterable(work.token_ids for work in works)
-        query_lens = np.concatenate([np.ones_like(decodes.starts), lens])
+        query_lens = np.ones(plan.num_rows, np.int64)
+        query_lens[len(decodes) :] = [len(work.token_ids) for work in works]
+        starts = np.array([work.start for work in works])
+        ids = np.frombuffer(b"".join(work.token_ids for work in works), np.int32)
         kv_lens = np.concatenate([decodes.starts, starts]) + query_lens
         page_table = _page_table(decodes, works, pages_for(int(kv_lens.max())))
         rows = np.arange(len(kv_lens)).repeat(query_lens)
@@ -65,7 +63,7 @@ class Columns:
             query_lens,
             kv_lens,
             page_table,
-            np.concatenate([decodes.token_ids, np.fromiter(ids, np.int64, int(lens.sum()))]),
+            np.concatenate([decodes.token_ids, ids]),
             positions,
             _slots(page_table, rows, positions),
         )

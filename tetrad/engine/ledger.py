@@ -6,6 +6,7 @@ before it is applied, so a request may have ended, or given up its pages, when i
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from msgspec.structs import replace
 from tetrad.core.errors import RequestError
 from tetrad.core.plan import Ints, StepPlan, StepResult
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
-from tetrad.core.step import PAGE_TOKENS, SequenceWork
+from tetrad.core.step import IN_PAGE, PAGE_TOKENS, SequenceWork
 from tetrad.engine.admission import Limits, check_request, end_ids
 from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.forecast import Forecast, Outlook
-from tetrad.engine.gains import StepGain
+from tetrad.engine.gains import ALL, StepGain
 from tetrad.engine.line import WaitingLine
 from tetrad.engine.prefix import PrefixCache, extend_names
 from tetrad.engine.running import Running
@@ -45,7 +46,14 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    displacements: int = 0
+    """Of the preemptions, those for a request of a higher priority."""
     nonfinite: int = 0
+
+    @property
+    def shortages(self) -> int:
+        """Preemptions because pages ran out."""
+        return self.preemptions - self.displacements
 
 
 class Ledger:
@@ -74,6 +82,8 @@ class Ledger:
         self._live: dict[str, Sequence] = {}
         self._own_rids: set[str] = set()
         self._planned: deque[PlannedStep] = deque()
+        self._ended: list[Sequence] = []
+        """By the step that is being applied: they go together."""
         self._num_arrivals = 0
 
     @property
@@ -105,16 +115,15 @@ class Ledger:
     def abort(self, rid: str) -> None:
         """Forget a request and free what it holds. An unknown rid is ignored."""
         if sequence := self._live.get(rid):
-            self._retire(sequence)
+            self._retire([sequence])
 
     def end(self, rid: str | None) -> list[RequestOutput]:
         """Abort the requests of this rid, or that came with this id, or all; the last output of
         each."""
-        outputs = []
-        for sequence in list(self._live.values()):
-            if rid is None or sequence.request.is_named(rid):
-                outputs.append(output_of(sequence, None, Finish("abort", message=ABORTED)))
-                self._retire(sequence)
+        ended = [s for s in self._live.values() if rid is None or s.request.is_named(rid)]
+        finish = Finish("abort", message=ABORTED)
+        outputs = [output_of(sequence, None, finish) for sequence in ended]
+        self._retire(ended)
         return outputs
 
     def set_back(self) -> None:
@@ -135,6 +144,8 @@ class Ledger:
             if self._lives(sequence):
                 read = work.num_kv_tokens, work.pages
                 gain.outputs.append(self._take(sequence, *read, token_id, logprob))
+        self._retire(self._ended)
+        self._ended = []
         return gain
 
     def as_replay(self) -> StepPlan:
@@ -143,11 +154,11 @@ class Ledger:
         return StepPlan(tuple(self._as_replay(*pair) for pair in self._planned[0].pairs()))
 
     def _as_replay(self, sequence: Sequence, work: SequenceWork) -> SequenceWork:
-        known = tuple(sequence.token_ids[work.start : work.num_kv_tokens])
+        known = sequence.token_ids[work.start : work.num_kv_tokens]
         if sequence.pages[: len(work.pages)] == work.pages and len(known) == len(work.token_ids):
             return replace(work, token_ids=known)
         pages = (self.limits.num_pages,) * len(work.pages)
-        return replace(work, token_ids=(0,) * len(work.token_ids), pages=pages)
+        return replace(work, token_ids=array("i", (0,)) * len(work.token_ids), pages=pages)
 
     def not_finite(self, result: StepResult) -> set[str]:
         """Requests whose logits in the oldest step were not finite and that may begin anew."""
@@ -198,8 +209,10 @@ class Ledger:
         self.cache.check([page for s in self.running for page in s.pages])
 
     def _preempt_last(self) -> None:
-        sequence = self.running[-1]
-        self.cache.release(self.running.remove(sequence))
+        sequence = self.running.last
+        sequence.set_back()
+        (pages,) = self.running.remove([sequence])
+        self.cache.release(pages)
         sequence.num_preemptions += 1
         self._refused = self._outlook = None
         self.waiting.put_back(sequence)
@@ -214,17 +227,18 @@ class Ledger:
             if self._lives(sequence := stays.sequences[index]):
                 read = int(starts[index]) + 1, step.decodes.pages(index)
                 gain.outputs.append(self._take(sequence, *read, int(token_ids[index]), None))
-        table.add_tokens(stays.rows[is_usual], token_ids[is_usual])
-        self.counters.generated_tokens += int(is_usual.sum())
+        usual = is_usual.nonzero()[0]
+        table.add_tokens(stays.rows.take(usual), token_ids.take(usual))
+        self.counters.generated_tokens += len(usual)
         known = table.known.take(stays.rows)
         is_first = known == stays.first_told
-        may_keep = is_first | (starts % PAGE_TOKENS == PAGE_TOKENS - 1)
+        may_keep = is_first | (starts & IN_PAGE == IN_PAGE)
         for index in (may_keep & is_usual).nonzero()[0].tolist():
             self._keep_full_pages(stays.sequences[index], int(starts[index]) + 1)
         is_new = is_first | self.running.may_end(token_ids) | (known >= stays.most_tokens)
         is_plain = is_usual & ~is_new
-        plain = slice(None) if is_plain.all() else is_plain
-        gain.token_ids, gain.sequences = token_ids[plain], stays.sequences[plain]
+        plain = ALL if is_plain.all() else is_plain
+        gain.sequences, gain.plain, gain.token_ids = stays.sequences, plain, token_ids[plain]
         gain.numbers, gain.workers = stays.numbers[plain], stays.workers[plain]
         for index in (is_new & is_usual).nonzero()[0].tolist():
             gain.outputs.append(self._told(stays.sequences[index], int(token_ids[index]), None))
@@ -240,8 +254,8 @@ class Ledger:
     ) -> RequestOutput:
         """One sampled token of a sequence that lives. `num_kv_tokens` and `pages`: what the step
         read."""
-        sequence.expect(-1)
         if token_id < 0:
+            sequence.drop_token()
             return self._fail(sequence, pages)
         sequence.add_token(token_id)
         self.counters.generated_tokens += 1
@@ -259,7 +273,7 @@ class Ledger:
         finish = finish_of(sequence, token_id)
         if finish:
             self.forecast.finished(sequence)
-            self._retire(sequence)
+            self._ended.append(sequence)
         return output_of(sequence, token_id, finish, logprob)
 
     def _keep_full_pages(self, sequence: Sequence, num_kv_tokens: int) -> None:
@@ -271,8 +285,8 @@ class Ledger:
         if num_full <= sequence.num_kept or not self.cache.is_enabled:
             return
         extend_names(sequence.page_names, token_ids, num_full * PAGE_TOKENS)
-        for index in range(sequence.num_kept, num_full):
-            self.cache.keep(sequence.page_names[index], sequence.pages[index])
+        new = slice(sequence.num_kept, num_full)
+        self.cache.keep(sequence.page_names[new], sequence.pages[new])
         sequence.num_kept = num_full
 
     def _fail(self, sequence: Sequence, pages: tuple[int, ...]) -> RequestOutput:
@@ -280,16 +294,19 @@ class Ledger:
         any of them may hold the number that spoiled its logits."""
         self.counters.nonfinite += 1
         self.cache.forget(pages)
-        self._retire(sequence)
+        self._ended.append(sequence)
         return output_of(sequence, None, Finish("error", message=NON_FINITE))
 
-    def _retire(self, sequence: Sequence) -> None:
-        """Let it go, and its pages: what steps in flight write there comes before what later steps
-        write, as the device computes them in order."""
-        if sequence.pages:
-            self.cache.release(self.running.remove(sequence))
-        else:
-            self.waiting.remove(sequence)
+    def _retire(self, sequences: list[Sequence]) -> None:
+        """Let them go, and their pages: what steps in flight write there comes before what later
+        steps write, as the device computes them in order."""
+        if not sequences:
+            return
         self._refused = self._outlook = None
-        del self._live[sequence.request.rid]
-        self._own_rids.remove(sequence.request.own_rid)
+        for sequence in sequences:
+            del self._live[sequence.rid]
+            self._own_rids.remove(sequence.request.own_rid)
+            if not sequence.pages:
+                self.waiting.remove(sequence)
+        for pages in self.running.remove([s for s in sequences if s.pages]):
+            self.cache.release(pages)

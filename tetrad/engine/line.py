@@ -84,7 +84,10 @@ class WaitingLine:
         self._sequences[bisect_left(self._sequences, old.place, key=_place)] = new
 
     def _lane(self, priority: int) -> _Lane:
-        return self._lanes.setdefault(priority, _Lane(self._latest_turn))
+        lane = self._lanes.get(priority)
+        if lane is None:
+            lane = self._lanes[priority] = _Lane(self._latest_turn)
+        return lane
 
     def _left(self, priority: int) -> None:
         lane = self._lanes[priority]

@@ -11,11 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import zmq
+from msgspec.structs import replace
 
 from tetrad.core import errors
 from tetrad.core.errors import EngineDiedError, RequestError, TetradError
@@ -36,13 +36,12 @@ from tetrad.core.messages import (
 )
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.sinks import Outputs, Sink, Stream
-from tetrad.engine.turns import Turns
+from tetrad.engine.turns import TURN_S, Turns
 from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode, encoded, plain_tokens
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.005
-MESSAGES_A_TURN = 16
 NUMBERS = 1 << 32
 STOPPED = "The engine was stopped."
 NEWS_WAIT_S = 5.0
@@ -76,8 +75,11 @@ class EngineLink:
         self._numbers: dict[str, int] = {}
         """By the name that the request has in the engine."""
         self._num_requests = 0
-        self._new: list[Request] = []
-        """Those that began in this turn of the event loop, which the engine is told together."""
+        self._unsaid: list[AddRequests | AbortRequests] = []
+        """Who began and who was left in this turn of the event loop: those that follow one another
+        are told together."""
+        self._reads_on = False
+        """Whether the next turn of the event loop reads on."""
         self._turns = Turns(asyncio.get_running_loop())
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
@@ -126,9 +128,11 @@ class EngineLink:
         )
         self._numbers[name] = number
         stream = self._streams[number] = Stream(number, name, sink)
-        if not self._new:
-            asyncio.get_running_loop().call_soon(self._send_new)
-        self._new.append(named)
+        match self._unsaid:
+            case [*_, AddRequests(requests)]:
+                requests.append(named)
+            case _:
+                self._say_soon(AddRequests([named]))
         return partial(self._leave, stream)
 
     def _leave(self, stream: Stream) -> None:
@@ -136,9 +140,13 @@ class EngineLink:
             return
         del self._numbers[stream.name]
         stream.leave()
-        if not stream.is_over:
-            with contextlib.suppress(EngineDiedError):
-                self._send(AbortRequests([stream.name]))
+        if stream.is_over:
+            return
+        match self._unsaid:
+            case [*_, AbortRequests(names)]:
+                names.append(stream.name)
+            case _:
+                self._say_soon(AbortRequests([stream.name]))
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield what each step gives `request`; ends after the output that carries `finish`.
@@ -211,21 +219,30 @@ class EngineLink:
         task.add_done_callback(self._has_ended)
         self._tasks.append(task)
 
-    def _send_new(self) -> None:
-        new, self._new = self._new, []
-        if new and self._is_stopping:
-            self.fail(EngineDiedError(STOPPED))
-        elif new:
-            try:
-                self._send(AddRequests(new))
-            except EngineDiedError as error:
-                self._keep(self._fail_soon(error))
+    def _say_soon(self, message: AddRequests | AbortRequests) -> None:
+        if not self._unsaid:
+            asyncio.get_running_loop().call_soon(self._say)
+        self._unsaid.append(message)
+
+    def _say(self) -> None:
+        unsaid, self._unsaid = self._unsaid, []
+        for message in unsaid:
+            if isinstance(message, AbortRequests):
+                with contextlib.suppress(EngineDiedError):
+                    self._send(message)
+            elif self._is_stopping:
+                self.fail(EngineDiedError(STOPPED))
+            else:
+                try:
+                    self._send(message)
+                except EngineDiedError as error:
+                    self._keep(self._fail_soon(error))
 
     async def _fail_soon(self, error: EngineDiedError) -> None:
         self.fail(await self._reason(error))
 
     def _send(self, message: Message) -> None:
-        self._send_new()
+        self._say()
         if self.died.done():
             raise self.died.result()
         try:
@@ -241,13 +258,16 @@ class EngineLink:
 
     def _read(self) -> None:
         """Take what the engine sent. The descriptor tells only of what comes to an empty socket, so
-        all is read."""
-        if self._is_stopping:
+        all is read, but no longer in one turn than it hands out, nor while much is due: that is
+        smaller where it is."""
+        if self._is_stopping or self._reads_on:
             return
+        until = time.monotonic() + TURN_S
         try:
-            for _ in range(MESSAGES_A_TURN):
+            while time.monotonic() < until and not self._turns.is_behind:
                 self._receive(decode(self._incoming.recv(zmq.NOBLOCK)))
-            asyncio.get_running_loop().call_soon(self._read)
+            self._reads_on = True
+            asyncio.get_running_loop().call_soon(self._read_on)
         except zmq.Again:
             pass
         except ValueError as error:
@@ -255,6 +275,10 @@ class EngineLink:
         except Exception as error:  # noqa: BLE001 - nobody must wait for the engine then
             self._not_heard(error)
         self._turns.go()
+
+    def _read_on(self) -> None:
+        self._reads_on = False
+        self._read()
 
     def _take_step(self, message: StepOutputs) -> None:
         """Note what streams got. What comes before it is handed out is written together."""

@@ -54,6 +54,7 @@ from tetrad.layers.cache import KvCache
 from tetrad.models.base import Model
 from tetrad.models.dummy import dummy_model
 from tetrad.models.loader import load_model
+from tetrad.models.room import check_room
 
 PROGRESS_INTERVAL_S = 0.25
 
@@ -71,6 +72,7 @@ def load_engine(config: ServeConfig, on_progress: Progress | None = None) -> Eng
     arch = served_shapes(folder, config.load_format).first_layers(config.num_layers)
     resolve_context(config, arch)
     device = resolve_device(config.device)
+    _check_room(config, folder, arch, device)
     dtype = activation_type(config, arch, device)
     is_cpu = device.type == "cpu"
     num_threads = use_sensible_threads() if is_cpu else torch.get_num_threads()
@@ -203,6 +205,13 @@ def _others(
         device=device,
         dtype=dtype,
     )
+
+
+def _check_room(config: ServeConfig, folder: Path, arch: Arch, device: torch.device) -> None:
+    """Of weights that are read and kept as they are, all of them."""
+    is_whole = config.load_format == "auto" and not (config.rehearse or config.quantization)
+    if is_whole and not is_gguf(folder):
+        check_room(folder, arch, device_memory(device).total_bytes)
 
 
 def _load_weights(

@@ -74,7 +74,7 @@ class NullRunner:
         own = [self._token(*pair) for pair in zip(seeds, places, strict=True)]
         tokens = np.concatenate([self._tokens(decodes), np.array(own, np.int64)])
         logprobs = {
-            row: TokenLogprob(token, 0.0)
+            row: self._logprob(token, work.params.num_logprobs)
             for row, (work, token) in enumerate(zip(works, own, strict=True), len(decodes))
             if work.params.num_logprobs is not None
         }
@@ -82,6 +82,11 @@ class NullRunner:
 
     def _token(self, seed: int, place: int) -> int:
         return scripted_token(seed, place, self._vocab, self._eos_ids)
+
+    def _logprob(self, token: int, num_top: int) -> TokenLogprob:
+        """Scripted, too, and as long to write as a model's: the token, and those after it."""
+        top = tuple(((token + rank) % self._vocab, -(rank + 1) / 7) for rank in range(num_top))
+        return TokenLogprob(token, -1 / 7, top)
 
     def _tokens(self, decodes: Decodes) -> Ints:
         """`scripted_token` of each."""

@@ -41,12 +41,3 @@ def uniform(seed: int, index: int) -> float:
     One counter serves four successive numbers.
     """
     return (_words(seed, index >> 2)[index & 3] >> 8) * 2.0**-24
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """A 63-bit seed for the `index`-th request that brings none. The counter's last word sets
-    these draws apart from those of `uniform`."""
-    high, low, _, _ = philox4x32(
-        (index & MASK, (index >> 32) & MASK, 0, 1), (seed & MASK, (seed >> 32) & MASK)
-    )
-    return (high << 32 | low) >> 1

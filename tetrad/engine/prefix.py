@@ -64,7 +64,7 @@ class PrefixCache:
         return pages
 
     def num_idle_among(self, pages: Iterable[int]) -> int:
-        return sum(page in self._idle for page in pages)
+        return sum(map(self._idle.__contains__, pages))
 
     def share(self, pages: Iterable[int]) -> None:
         """Hold found pages for one more sequence."""
@@ -79,18 +79,22 @@ class PrefixCache:
             self._drop(page)
         return self.pool.allocate(count)
 
-    def keep(self, name: bytes, page: int) -> None:
-        """Remember a full, computed page that a sequence holds. A name that is known stays with
-        the page it has: the newcomer's page is freed with its sequence."""
-        if self.is_enabled and name not in self._page_of:
-            self._page_of[name] = page
-            self._name_of[page] = name
-            self.pool.retain(page)
+    def keep(self, names: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Remember full, computed pages that a sequence holds. A name that is known stays with the
+        page it has: the newcomer's page is freed with its sequence."""
+        if not self.is_enabled:
+            return
+        for name, page in zip(names, pages, strict=True):
+            if name not in self._page_of:
+                self._page_of[name] = page
+                self._name_of[page] = name
+                self.pool.retain(page)
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one sequence's pages; those the cache keeps become idle."""
+        release, name_of = self.pool.release, self._name_of
         for page in reversed(pages):
-            if self.pool.release(page) == 1 and page in self._name_of:
+            if release(page) == 1 and page in name_of:
                 self._idle[page] = None
 
     def forget(self, pages: Iterable[int]) -> None:

@@ -3,6 +3,7 @@ kind are computed once, decode steps are recorded."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -152,7 +153,7 @@ def _step(
         tuple(
             SequenceWork(
                 rid=str(row),
-                token_ids=(0,) * count,
+                token_ids=array("i", (0,)) * count,
                 start=start,
                 pages=(scratch_page,) * pages_for(start + count),
                 sample=SampleWork(params, seed=0, num_generated=0),

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tetrad.core.plan import Decodes, Ints, Objects, PageTable, no_ints
-from tetrad.core.step import PAGE_TOKENS
+from tetrad.core.step import IN_PAGE, PAGE_TOKENS
 from tetrad.engine.sequence import SEED_MASK, Sequence, sampling_rules
 
 FIRST_PAGES = 16
@@ -25,7 +25,6 @@ class Stays:
     """Who has some rows, and what does not change of them while they have: columns [D]."""
 
     rows: Ints
-    rids: Objects
     sequences: Objects
     seeds: npt.NDArray[np.uint64]
     rules: npt.NDArray[np.float32]
@@ -49,6 +48,7 @@ class Rows:
     def __init__(self, num_rows: int) -> None:
         self.numbers: Ints = np.zeros((13, num_rows), np.int64)
         self.known, self.pending, self.computed = self.numbers[:3]  # as in `Sequence.counts`
+        self._counts = self.numbers[:3].T
         self.plain_from, self.asked, self.num_shared = self.numbers[3:6]
         self._lasting = self.numbers[6:]  # as they end `Stays`
         self.num_prompt, self.most_tokens, _, _, self.serial, _, _ = self._lasting
@@ -58,23 +58,23 @@ class Rows:
         self.seeds = np.zeros(num_rows, np.uint64)
         self.rules = np.zeros((3, num_rows), np.float32)
         self.recent = np.zeros((num_rows, PAGE_TOKENS), np.int32)
-        """The token at position p stands in column p % PAGE_TOKENS, see `Sequence.token_ids`."""
+        """The token at position p stands in column p & IN_PAGE, see `Sequence.token_ids`."""
+        self._recent = self.recent.reshape(-1)
         self.pages: PageTable = np.zeros((num_rows, FIRST_PAGES), np.int32)
         self.sequences = np.full(num_rows, None, np.object_)
-        self.rids = np.full(num_rows, None, np.object_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._num_stays = 0
         self._nobody = self._stays = self._stays_of(no_ints())
         self._stays_since = 0
 
     def enter(self, sequence: Sequence) -> None:
-        """It runs from now on: nothing of it is pending."""
+        """It runs from now on."""
         row = sequence.row = self._free.pop()
         self._num_stays += 1
         params = sequence.request.sampling
-        *rules, top_k = sampling_rules(params)
+        temperature, top_p, min_p, top_k = sampling_rules(params)
         self.numbers[:, row] = (
-            *sequence.counts.tolist(),
+            *sequence.counts,
             sequence.plain_from,
             sequence.asked,
             sequence.num_shared,
@@ -86,11 +86,10 @@ class Rows:
             sequence.request.number,
             sequence.request.worker,
         )
-        self.rules[:, row] = rules
+        self.rules[0, row], self.rules[1, row], self.rules[2, row] = temperature, top_p, min_p
         self.seeds[row] = sequence.seed & SEED_MASK
         self.sequences[row] = sequence
-        self.rids[row] = sequence.request.rid
-        sequence.settle(self.numbers[:3, row], self.recent[row])
+        sequence.settle(self._counts[row], self.recent[row])
         pages, sequence.pages = sequence.pages, ()
         self.add_pages(sequence, pages)
 
@@ -100,7 +99,7 @@ class Rows:
         sequence.unsettle()
         self.pages[row, : len(pages)] = 0
         self.num_pages[row] = self.serial[row] = 0
-        self.sequences[row] = self.rids[row] = None
+        self.sequences[row] = None
         self._free.append(row)
         self._stays = self._nobody  # whose sequences would live on until others decode
         return pages
@@ -136,7 +135,7 @@ class Rows:
     def add_tokens(self, rows: Ints, token_ids: Ints) -> None:
         """One that was pending is known now for each of `rows`."""
         places = self.known.take(rows)
-        self.recent[rows, places % PAGE_TOKENS] = token_ids
+        self._recent[rows * PAGE_TOKENS + (places & IN_PAGE)] = token_ids.astype(np.int32)
         self.known[rows] = places + 1
         self.pending[rows] -= 1
 
@@ -150,7 +149,6 @@ class Rows:
     def _stays_of(self, rows: Ints) -> Stays:
         return Stays(
             rows,
-            self.rids.take(rows),
             self.sequences.take(rows),
             self.seeds.take(rows),
             self.rules.take(rows, axis=1),
@@ -166,13 +164,13 @@ class Rows:
         token_ids = -1 - self.sampled_row.take(rows)
         if not pending.all():
             is_known = pending == 0
-            places = (known[is_known] - 1) % PAGE_TOKENS
+            places = (known[is_known] - 1) & IN_PAGE
             token_ids[is_known] = self.recent[rows[is_known], places]
         self.pending[rows] = pending + 1
         self.computed[rows] = total
         num_pages = -(-int(total.max(initial=0)) // PAGE_TOKENS)
         return Decodes(
-            rids=stays.rids,
+            owners=stays.sequences,
             token_ids=token_ids,
             starts=total - 1,
             page_table=self.pages[:, :num_pages].take(rows, axis=0),

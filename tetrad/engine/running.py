@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import itemgetter
 
 import numpy as np
@@ -21,10 +22,10 @@ class Running:
 
     def __init__(self, limits: Limits) -> None:
         self.rows = Rows(limits.max_running_requests)
-        self._sequences: list[Sequence] = []
         self._places: list[tuple[int, int, int]] = []
         """Of each, in order."""
-        self._order: Ints = np.zeros(limits.max_running_requests + 1, np.int64)
+        self._order = array("q")
+        """Row of each, in order."""
         self._ends: Ints = np.zeros(max(limits.vocab, *limits.eos_ids, 0) + 1, np.int64)
         """By token id: how many of them it ends."""
         self._with_history: set[Sequence] = set()
@@ -32,18 +33,20 @@ class Running:
         """Of all, once each has all the tokens that it may get."""
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return iter(self._from(0))
 
-    def __getitem__(self, index: int) -> Sequence:
-        return self._sequences[index]
+    @property
+    def last(self) -> Sequence:
+        sequence: Sequence = self.rows.sequences[self._order[-1]]
+        return sequence
 
     @property
     def order(self) -> Ints:
-        """Row of each, in order. Valid until somebody comes or goes."""
-        return self._order[: len(self._sequences)]
+        """Row of each, in order."""
+        return np.array(self._order)
 
     @property
     def awaits_tokens(self) -> bool:
@@ -57,33 +60,33 @@ class Running:
     def add(self, sequence: Sequence) -> None:
         """It has its pages."""
         self.rows.enter(sequence)
-        index, count = self._index(sequence), len(self._sequences)
-        self._sequences.insert(index, sequence)
+        is_last = not self._places or self._places[-1] < sequence.place
+        index = len(self._places) if is_last else bisect_left(self._places, sequence.place)
         self._places.insert(index, sequence.place)
-        self._order[index + 1 : count + 1] = self._order[index:count]
-        self._order[index] = sequence.row
+        self._order.insert(index, sequence.row)
         for token_id in sequence.end_ids:
             self._ends[token_id] += 1
         if sequence.needs_history:
             self._with_history.add(sequence)
         self.most_pages += pages_for(sequence.most_tokens)
 
-    def remove(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the pages to give back."""
-        index, count = self._index(sequence), len(self._sequences)
-        assert self._sequences.pop(index) is sequence
-        del self._places[index]
-        self._order[index : count - 1] = self._order[index + 1 : count]
-        for token_id in sequence.end_ids:
-            self._ends[token_id] -= 1
-        self._with_history.discard(sequence)
-        self.most_pages -= pages_for(sequence.most_tokens)
-        return self.rows.leave(sequence)
+    def remove(self, sequences: Collection[Sequence]) -> list[tuple[int, ...]]:
+        """Returns the pages to give back, of each."""
+        leaves = np.zeros(len(self.rows.sequences), np.bool_)
+        leaves[[sequence.row for sequence in sequences]] = True
+        for index in leaves.take(self.order).nonzero()[0][::-1].tolist():
+            del self._places[index], self._order[index]
+        self._with_history.difference_update(sequences)
+        for sequence in sequences:
+            self.most_pages -= pages_for(sequence.most_tokens)
+            for token_id in sequence.end_ids:
+                self._ends[token_id] -= 1
+        return [self.rows.leave(sequence) for sequence in sequences]
 
     def below(self, priority: int) -> list[Sequence]:
         """Those of a lower priority: the last ones."""
-        first = bisect_right(self._places, -priority, key=itemgetter(0))
-        return self._sequences[first:]
+        return self._from(bisect_right(self._places, -priority, key=itemgetter(0)))
 
-    def _index(self, sequence: Sequence) -> int:
-        return bisect_left(self._places, sequence.place)
+    def _from(self, first: int) -> list[Sequence]:
+        found: list[Sequence] = self.rows.sequences.take(self.order[first:]).tolist()
+        return found

@@ -89,7 +89,8 @@ class Scheduler(Ledger):
             is_left = total < table.most_tokens.take(rows)
             rows, total = rows[is_left], total[is_left]
             if all(map(self._has_pages, self._short_of_pages(rows, total))):
-                self._plan(step, rows, total, np.ones_like(rows))
+                behind = total - table.computed.take(rows)
+                self._plan(step, rows, total, behind, np.ones_like(rows))
         return self._commit(step)
 
     def _commit(self, step: PlannedStep) -> StepPlan:
@@ -101,10 +102,11 @@ class Scheduler(Ledger):
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
         """Plan for those that run, oldest first; returns the budget that is left."""
         running, table = self.running, self.running.rows
-        rows = running.order.copy()
+        rows = running.order
         total = table.known.take(rows) + table.pending.take(rows)
         is_spent = total >= table.most_tokens.take(rows)
-        granted = np.where(is_spent, 0, total - table.computed.take(rows))
+        behind = total - table.computed.take(rows)
+        granted = np.where(is_spent, 0, behind)
         if granted.sum() > budget:
             granted = np.clip(budget - (granted.cumsum() - granted), 0, granted)
         is_due = granted > 0
@@ -114,14 +116,15 @@ class Scheduler(Ledger):
                 self.counters.preemptions += 1
                 self.forecast.set_back()
         count = len(running)
-        self._plan(step, rows[:count], total[:count], granted[:count])
+        self._plan(step, rows[:count], total[:count], behind[:count], granted[:count])
         return budget - int(granted[:count].sum())
 
-    def _plan(self, step: PlannedStep, rows: Ints, total: Ints, granted: Ints) -> None:
-        """Let each of `rows` compute as many tokens as it is granted; of `total` it is as many
-        behind, or more. Those of which there is nothing to say but that they decode come first."""
+    def _plan(
+        self, step: PlannedStep, rows: Ints, total: Ints, behind: Ints, granted: Ints
+    ) -> None:
+        """Let each of `rows` compute as many tokens as it is granted; of `total` it is `behind` as
+        many, or more. Those of which there is nothing to say but that they decode come first."""
         table = self.running.rows
-        behind = total - table.computed.take(rows)
         is_plain = (granted == 1) & (behind == 1) & (total >= table.plain_from.take(rows))
         step.decode(table, rows[is_plain])
         for index in ((granted > 0) & ~is_plain).nonzero()[0].tolist():
@@ -174,6 +177,7 @@ class Scheduler(Ledger):
             sequence = self.waiting.pop_first()
             self._admit(sequence, found)
             budget -= step.add(self.running.rows, sequence, budget)
+            self.running.add(sequence)
             if self._outlook is not None:
                 self._outlook.add(sequence)
         step.works[first:] = sorted(step.works[first:], key=whole_tokens)
@@ -207,7 +211,6 @@ class Scheduler(Ledger):
         sequence.num_kept = sequence.num_shared = len(found)
         num_cached = len(found) * PAGE_TOKENS
         sequence.compute(num_cached)
-        self.running.add(sequence)
         if sequence.num_cached_prompt is None:
             sequence.num_cached_prompt = num_cached
             sequence.queue_s = time.monotonic() - sequence.added_at

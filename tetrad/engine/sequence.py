@@ -55,7 +55,7 @@ class Sequence:
     """How long it waited before it first ran; None before."""
     row: int = NO_ROW
     """In `rows.py` while it runs."""
-    counts: Ints = field(init=False)
+    counts: Ints | list[int] = field(init=False)
     """[3]: known, pending, and computed tokens. Computed are those of planned steps, too."""
     pages: tuple[int, ...] = ()
     page_names: list[bytes] = field(default_factory=list)
@@ -85,9 +85,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
-        self._listed = array("i", self.request.prompt_ids)
+        self._listed = array("i", self.request.prompt)
         self.num_prompt = len(self._listed)
-        self.counts = np.array([self.num_prompt, 0, 0])
+        self.counts = [self.num_prompt, 0, 0]
         self.most_tokens = self.num_prompt + sampling.max_new_tokens
         self.asked = min(sampling.max_new_tokens, CLIP_TOKENS) if self.end_ids else 0
         self.needs_history = (
@@ -101,11 +101,15 @@ class Sequence:
         self.plain_from = self.num_prompt + early if is_plain else NEVER
 
     @property
+    def rid(self) -> str:
+        """Of its request."""
+        return self.request.rid
+
+    @property
     def token_ids(self) -> array[int]:
-        """Known tokens."""
+        """Known tokens; of one that has ended those that somebody has asked for before."""
         num_new = self.num_known - len(self._listed)
-        if num_new:
-            assert self._recent is not None
+        if num_new and self._recent is not None:
             assert num_new <= PAGE_TOKENS
             first, size = len(self._listed) % PAGE_TOKENS, self._listed.itemsize
             twice = 2 * self._recent.tobytes()
@@ -131,43 +135,47 @@ class Sequence:
     @property
     def num_total(self) -> int:
         """Known tokens and pending ones."""
-        known, pending, _ = self.counts.tolist()
-        return int(known + pending)
+        return self.num_known + self.num_pending
 
     def add_token(self, token_id: int) -> None:
-        """One more is known."""
-        self.token_ids.append(token_id)
-        self.counts[KNOWN] += 1
+        """One that was pending is known."""
+        known = self.token_ids
+        known.append(token_id)
+        self.counts[KNOWN] = len(known)
+        self.counts[PENDING] -= 1
         if self._recent is not None:
-            self._recent[(self.num_known - 1) % PAGE_TOKENS] = token_id
+            self._recent[(len(known) - 1) % PAGE_TOKENS] = token_id
+
+    def drop_token(self) -> None:
+        """One that was pending will never be known."""
+        self.counts[PENDING] -= 1
 
     def compute(self, num_tokens: int) -> None:
         """Planned steps compute it so far."""
         self.counts[COMPUTED] = num_tokens
 
-    def expect(self, num_tokens: int) -> None:
-        """So many more are pending, or are not any more."""
-        self.counts[PENDING] += num_tokens
-
     def settle(self, counts: Ints, recent: npt.NDArray[np.int32]) -> None:
         """Keep counts and newest tokens there, where the former are already."""
         self.counts, self._recent = counts, recent
-        recent[(self.num_known - 1) % PAGE_TOKENS] = self._listed[-1]
+        recent[(len(self._listed) - 1) % PAGE_TOKENS] = self._listed[-1]
+
+    def set_back(self) -> None:
+        """It is about to give up its row, and will begin anew with the tokens it has."""
+        self._listed = self.token_ids
+        self.compute(0)
 
     def unsettle(self) -> None:
-        """Give up its row, and fall back to nothing computed."""
-        self._listed = self.token_ids
+        """Give up its row."""
         self.counts, self._recent, self.row = self.counts.copy(), None, NO_ROW
-        self.counts[COMPUTED] = 0
         self.pages = ()
 
-    def sample_work(self) -> SampleWork:
-        """What the sampler needs for the next token."""
-        sampling = self.request.sampling
-        num_pending = self.num_pending
+    def expect(self) -> SampleWork:
+        """One more is pending: what the sampler needs for it."""
+        sampling, num_pending = self.request.sampling, self.num_pending
         assert not (self.needs_history and num_pending), "penalties need every token"
         num_generated = self.num_generated + num_pending
         is_early = num_generated < sampling.min_new_tokens
+        self.counts[PENDING] = num_pending + 1
         return SampleWork(
             params=sampling,
             seed=self.seed,
@@ -182,7 +190,7 @@ class Sequence:
         assert self.row == NO_ROW
         other = copy(self)
         other._listed = self._listed[:]
-        other.counts = np.array([self.num_known, 0, 0])
+        other.counts = [self.num_known, 0, 0]
         other.num_kept = 0
         other.num_retries += 1
         return other

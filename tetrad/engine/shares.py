@@ -3,13 +3,16 @@ rest as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 import numpy as np
 
 from tetrad.core.messages import FIRST_WORKER, EngineStats, StepOutputs
 from tetrad.core.request import Request, RequestOutput
 from tetrad.engine.gains import StepGain
+
+MOST_LOGPROBS = 4096
+"""Of one message, but for the last output in it: some 2 ms of an API process to read."""
 
 
 class Shares:
@@ -47,4 +50,20 @@ class Shares:
         for worker, outputs in full.items():
             its = (gain.workers == worker).nonzero()[0]
             columns = numbers.take(its).tobytes(), token_ids.take(its).tobytes()
-            yield worker, StepOutputs(outputs, stats, *columns)
+            first, *others = _parts(outputs)
+            yield worker, StepOutputs(first, stats, *columns)
+            for part in others:
+                yield worker, StepOutputs(part, stats)
+
+
+def _parts(outputs: Iterable[RequestOutput]) -> Iterator[list[RequestOutput]]:
+    """For messages of their own, each of which is read in one go."""
+    part: list[RequestOutput] = []
+    num_logprobs = 0
+    for output in outputs:
+        part.append(output)
+        num_logprobs += sum(len(each.top) + 1 for each in output.logprobs)
+        if num_logprobs >= MOST_LOGPROBS:
+            yield part
+            part, num_logprobs = [], 0
+    yield part

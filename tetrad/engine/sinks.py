@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
@@ -40,7 +41,7 @@ class Stream:
         self.sink = sink
         self.due: list[int] = []
         """Tokens that have come and were not handed out yet."""
-        self.due_more: list[tuple[list[int], RequestOutput]] = []
+        self.due_more: deque[tuple[list[int], RequestOutput]] = deque()
         """Other outputs, each with the tokens before it; all before `due`."""
         self.is_over = False
 
@@ -50,25 +51,27 @@ class Stream:
         self.due = []
 
     def hand_out(self) -> None:
-        """Tell the sink what has come."""
+        """Tell the sink the next output that has come, or the tokens behind the last: either may
+        be long work."""
         if self.due_more:
-            due_more, self.due_more = self.due_more, []
-            for tokens, output in due_more:
-                if tokens:
-                    self.sink.take_tokens(tokens)
-                self.is_over = output.finish is not None
-                self.sink.take(output)
-        if self.due:
+            tokens, output = self.due_more.popleft()
+            if tokens:
+                self.sink.take_tokens(tokens)
+            self.is_over = output.finish is not None
+            self.sink.take(output)
+        elif self.due:
             due, self.due = self.due, []
             self.sink.take_tokens(due)
 
     def leave(self) -> None:
         """Nobody hears it any more."""
-        self.due, self.due_more = [], []
+        self.due = []
+        self.due_more.clear()
 
     def fail(self, error: TetradError) -> None:
         """Tell it that nothing more will come, after all that has."""
-        self.hand_out()
+        while self.due_more or self.due:
+            self.hand_out()
         self.is_over = True
         self.sink.fail(error)
 

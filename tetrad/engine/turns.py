@@ -13,6 +13,8 @@ from tetrad.engine.sinks import Stream
 TURN_S = 0.002
 """How long one turn of the event loop hands out what the engine gave. Who else waits for the loop,
 a new connection or whoever asks for /health, does not wait for thousands of streams."""
+MUCH_DUE = 1024
+"""Outputs that tell more than a token, which take more memory than a message of them."""
 MOST_REST_S = 0.005
 """Once all that is due is handed out, tokens rest for as long as that took, but no longer than
 this; what comes meanwhile is written together. So they leave half of a core to others, also where a
@@ -37,6 +39,11 @@ class Turns:
         self._spent_s = 0.0
         """On what is due, since the last rest."""
         self._rests_until = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much is due that more may wait."""
+        return len(self._due_first) > MUCH_DUE
 
     def token(self, stream: Stream, token_id: int) -> None:
         """It got a token, of which nothing else is new."""

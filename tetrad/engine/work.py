@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -40,17 +41,13 @@ class PlannedStep:
         """What one can compute within the budget; returns how many tokens that are."""
         start, total = sequence.num_computed, sequence.num_total
         end = min(start + budget, total)
-        is_prompt = end <= sequence.num_prompt
-        known = sequence.request.prompt_ids if is_prompt else sequence.token_ids
-        token_ids = tuple(known[start:end])
+        token_ids = sequence.token_ids[start:end]
         if len(token_ids) < end - start:
-            token_ids += (-1 - int(table.sampled_row[sequence.row]),)
-        is_caught_up = end == total
-        sample = sequence.sample_work() if is_caught_up else None
-        rid, pages = sequence.request.rid, sequence.pages
-        self.works.append((sequence, SequenceWork(rid, token_ids, start, pages, sample)))
+            token_ids.append(-1 - int(table.sampled_row[sequence.row]))
+        sample = sequence.expect() if end == total else None
         sequence.compute(end)
-        sequence.expect(int(is_caught_up))
+        work = SequenceWork(sequence.request.rid, token_ids, start, sequence.pages, sample)
+        self.works.append((sequence, work))
         return end - start
 
     def commit(self, table: Rows) -> StepPlan:
@@ -73,7 +70,7 @@ class PlannedStep:
         decodes, sequence = self.decodes, self.stays.sequences[index]
         return SequenceWork(
             rid=sequence.request.rid,
-            token_ids=(int(decodes.token_ids[index]),),
+            token_ids=array("i", (int(decodes.token_ids[index]),)),
             start=int(decodes.starts[index]),
             pages=decodes.pages(index),
             sample=SampleWork(

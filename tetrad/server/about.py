@@ -17,7 +17,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import TetradError
 from tetrad.core.option import secrets
 from tetrad.core.request import Request as EngineRequest
-from tetrad.core.request import SamplingParams
+from tetrad.core.request import SamplingParams, packed
 from tetrad.server.choices import new_id
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.native import WEIGHT_VERSION
@@ -38,7 +38,9 @@ async def models(service: Service, _request: Request) -> Response:
 
 async def model(service: Service, request: Request) -> Response:
     """Get one model by its name."""
-    service.model.check_name(request.path_params["name"])
+    name = request.path_params["name"]
+    if name.rstrip("/") != service.model.name.rstrip("/"):  # the last of a path is never seen
+        service.model.check_name(name)
     return JSONResponse(_model_card(service))
 
 
@@ -191,7 +193,7 @@ async def health_generate(service: Service, _request: Request) -> Response:
     if (reason := service.why_unhealthy) is not None:
         return _unhealthy(reason)
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    probe = EngineRequest(new_id("HEALTH_CHECK"), (0,), sampling)
+    probe = EngineRequest(new_id("HEALTH_CHECK"), packed((0,)), sampling)
     try:
         async with (
             asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S),

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +25,9 @@ from starlette.types import Receive, Scope, Send
 
 from tetrad.core.errors import TetradError
 from tetrad.server.arrival import arrival
-from tetrad.server.encoding import DONE, event, json_bytes
+from tetrad.server.encoding import DONE, event, json_pieces
 from tetrad.server.failures import body_of
+from tetrad.server.pace import in_turn
 from tetrad.server.push import BODY, Outlet
 
 
@@ -35,13 +44,17 @@ class Wire:
 OPENAI = Wire(DONE, lambda error: event(body_of(error)))
 
 
+PART_BYTES = 1 << 19
+"""Of a large answer, and less than twice as much, is written at once."""
+
+
 class LaterJson(Response):
     """A JSON answer that takes a while."""
 
     media_type = "application/json"
 
     def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
-        """`work` gives the JSON value."""
+        """`work` gives the JSON value, which may have GrowingLists in it."""
         self._work = work
         super().__init__()
 
@@ -50,12 +63,31 @@ class LaterJson(Response):
 
     async def _send(self, send: Send) -> None:
         async with in_time():
-            self.body = json_bytes(await self._work())
-        self.headers["content-length"] = str(len(self.body))
+            value = await self._work()
+            pieces = await in_turn(lambda: json_pieces(value))
+        left_bytes = sum(map(len, pieces))
+        self.headers["content-length"] = str(left_bytes)
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        await send({"type": "http.response.body", "body": self.body})
+        parts = _parts(pieces)
+        while left_bytes:
+            part = await in_turn(lambda: next(parts))
+            left_bytes -= len(part)
+            await send({"type": "http.response.body", "body": part, "more_body": left_bytes > 0})
+
+
+def _parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """Small pieces together, large ones in parts."""
+    part = bytearray()
+    for piece in pieces:
+        for begin in range(0, len(piece), PART_BYTES):
+            part += memoryview(piece)[begin : begin + PART_BYTES]
+            if len(part) >= PART_BYTES:
+                yield bytes(part)
+                part.clear()
+    if part:
+        yield bytes(part)
 
 
 class EventStream(Response):

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 import tetrad
-from tetrad.core.errors import CapacityError, DeadlineError, RequestError, TetradError
+from tetrad.core.errors import CapacityError, RequestError, TetradError
 from tetrad.core.jsonfile import read_json_object
 from tetrad.server import (
     about,
@@ -282,8 +282,6 @@ class _Failures:
     async def of_tetrad(self, request: Request, error: Exception) -> Response:
         """Our own errors carry their sentence and their status."""
         assert isinstance(error, TetradError)
-        if isinstance(error, DeadlineError):
-            self._service.metrics.timed_out()
         if isinstance(error, RequestError | CapacityError):
             self._service.metrics.refused(route_of(request))
         return response_of(error, path_of(request.scope))
@@ -300,7 +298,7 @@ async def _of_http(request: Request, error: Exception) -> Response:
     allowed = headers.get("Allow", "another method")
     near = difflib.get_close_matches(path[:200], known, 1)
     missing = f"There is no {path[:200]!r} here" + (
-        f"; perhaps {near[0]!r} is meant." if near else f"; there are {', '.join(known)}."
+        f"; perhaps {near[0]!r} is meant." if near else "; /openapi.json lists what there is."
     )
     absent = ABSENT.get(path.removeprefix("/v1"))
     message = {

@@ -30,6 +30,7 @@ class Arrival:
         "finish",
         "first_token_at",
         "handed_over_at",
+        "is_late",
         "is_over_by",
         "key_name",
         "priority",
@@ -47,6 +48,8 @@ class Arrival:
         self.began_at = time.monotonic()
         self.is_over_by: float | None = None
         """When its time is up, by the monotonic clock."""
+        self.is_late = False
+        """Whether it has been told that its time is up."""
         self.priority = 0
         """Higher goes first, whatever the flag says."""
         self.key_name = ""
@@ -112,6 +115,7 @@ class Arrival:
 
     def too_late(self) -> DeadlineError:
         """What its client is told when its time is up."""
+        self.is_late = True
         self.finish = "timeout"
         assert self.is_over_by is not None
         return DeadlineError(

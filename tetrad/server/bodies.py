@@ -10,11 +10,11 @@ misspelt `temprature` would else be an answer at another temperature.
 from __future__ import annotations
 
 import ast
-import asyncio
 import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from tetrad.core.errors import RequestError, nearest
 from tetrad.server.arrival import arrival
+from tetrad.server.pace import beside, in_turn
 from tetrad.server.weight import HELD, LIGHT_BYTES, check_weight
 
 WARNING_HEADER = "X-Tetrad-Warning"
@@ -89,7 +90,7 @@ async def read_body(
     try:
         await _read(request, raw)
         await check_weight(raw)
-        body = body_type.model_validate_json(raw if raw.strip() or not or_empty else b"{}")
+        body = await in_turn(partial(_validated, body_type, raw, or_empty))
     except ValidationError as error:
         raise _request_error(error) from None
     finally:
@@ -98,7 +99,7 @@ async def read_body(
     def unknown() -> list[tuple[str, str]]:
         return [_unknown(*found) for found in islice(_unknown_fields(body, ""), MAX_WARNINGS)]
 
-    told = unknown() if len(raw) <= LIGHT_BYTES else await asyncio.to_thread(unknown)
+    told = unknown() if len(raw) <= LIGHT_BYTES else await beside(unknown)
     if told and request.app.state.is_strict:
         sentence, name = told[0]
         raise RequestError(f"{sentence} The server runs with --strict-api.", param=name)
@@ -106,6 +107,10 @@ async def read_body(
     arrival().ask(getattr(body, "priority", None), getattr(body, "timeout", None))
     arrival().ask_name(getattr(body, "own_id", None))
     return body
+
+
+def _validated(body_type: type[BodyType], raw: bytearray, or_empty: bool) -> BodyType:
+    return body_type.model_validate_json(raw if not or_empty or raw.strip() else b"{}")
 
 
 def checked(body_type: type[BodyType], values: Mapping[str, Any]) -> BodyType:

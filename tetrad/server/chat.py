@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, new_id
 from tetrad.server.conversation import chat_choices
-from tetrad.server.encoding import TextEvent, event
+from tetrad.server.encoding import GrowingList, TextEvent, event
 from tetrad.server.logprobs import TokenEntry, chat_logprobs
 from tetrad.server.openai_answer import OpenAIAnswer
 from tetrad.server.protocol import ChatBody
@@ -90,16 +91,21 @@ class _Answer(OpenAIAnswer[ChatBody]):
         drafts = [_Draft() for _ in self._choices]
         async with aclosing(generate(self._service, ROUTE, self._choices)) as found:
             async for deltas in found:
-                for index, delta in deltas:
-                    drafts[index].add(delta)
+                self._add(drafts, deltas)
         choices = [self._whole_choice(index, draft) for index, draft in enumerate(drafts)]
         return self._head | {"choices": choices, "usage": self._usage()}
+
+    def _add(self, drafts: Sequence[_Draft], deltas: Sequence[tuple[int, Delta]]) -> None:
+        for index, delta in deltas:
+            drafts[index].add(delta)
+            if (told := self._logprobs(delta.entries)) is not None:
+                drafts[index].logprobs.add(told["content"])
 
     def _whole_choice(self, index: int, draft: _Draft) -> dict[str, Any]:
         return {
             "index": index,
             "message": draft.message(),
-            "logprobs": self._logprobs(draft.entries),
+            "logprobs": {"content": draft.logprobs} if self._body.logprobs else None,
             **self._end(draft.finish),
         }
 
@@ -124,13 +130,12 @@ class _Draft:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)
+    logprobs: GrowingList = field(default_factory=GrowingList)
     finish: ChoiceFinish | None = None
 
     def add(self, delta: Delta) -> None:
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
-        self.entries += delta.entries
         self.finish = delta.finish
         for piece in delta.tool_calls:
             if piece.name is None:

@@ -6,14 +6,18 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+
+from msgspec.structs import replace
 
 from tetrad.core.errors import EngineDiedError, RequestError
-from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams
+from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams, packed
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
+from tetrad.server.pace import in_turn, in_turn_later
 from tetrad.server.push import (
     ChoiceReader,
     Inbox,
@@ -73,13 +77,20 @@ def make_choices(
     now = arrival()
     choices: list[Choice] = []
     for ids, params in prompts:
+        prompt = packed(ids)
         for number in range(num_each):
             own = params
             if params.seed is not None:
                 own = replace(params, seed=(params.seed + number) % NUM_SEEDS)
-            rid = f"{answer_id}-{len(choices)}" if num_choices > 1 else answer_id
+            is_alone = num_choices == 1
             request = Request(
-                rid, tuple(ids), own, now.priority, now.key_name, request_id=now.request_id
+                answer_id if is_alone else f"{answer_id}-{len(choices)}",
+                prompt,
+                own,
+                now.priority,
+                now.key_name,
+                request_id=now.request_id,
+                answer_id="" if is_alone else answer_id,
             )
             choices.append(Choice(request, session(own.min_new_tokens), number == 0))
     return choices
@@ -104,7 +115,7 @@ async def generate(
     What can go by `short_way` is not among what is yielded.
     """
     with (
-        service.admit([len(choice.request.prompt_ids) for choice in choices]) as admission,
+        service.admit([choice.request.num_prompt for choice in choices]) as admission,
         RequestWatch(service.metrics, route, len(choices)) as watch,
     ):
         inbox = Inbox()
@@ -115,7 +126,8 @@ async def generate(
         running = _Running(service.engine, choices, readers, watch)
         try:
             waiting = _waiting(choices, shares=not service.config.disable_radix_cache)
-            running.begin(set(range(len(choices))).difference(*waiting.values()))
+            first = set(range(len(choices))).difference(*waiting.values())
+            await in_turn(partial(running.begin, first))
             num_open = len(choices)
             while num_open:
                 deltas = await inbox.get()
@@ -132,7 +144,7 @@ async def generate(
             _log.error("%s failed: %s", choices[0].request.rid, error)
             raise
         finally:
-            running.leave_all()
+            in_turn_later(running.leave_all)
             told = arrival()
             told.completion_tokens = sum(choice.session.completion_tokens for choice in choices)
 
@@ -163,7 +175,7 @@ def _waiting(choices: Sequence[Choice], *, shares: bool) -> dict[int, list[int]]
     for index, choice in enumerate(choices):
         if choice.is_first:
             first = index
-        elif shares and len(choice.request.prompt_ids) > PAGE_TOKENS:
+        elif shares and choice.request.num_prompt > PAGE_TOKENS:
             waiting.setdefault(first, []).append(index)
     return waiting
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -14,9 +16,10 @@ from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
 from tetrad.server.constraints import grammar_of
-from tetrad.server.encoding import TextEvent, event
-from tetrad.server.logprobs import TokenEntry, completion_logprobs
+from tetrad.server.encoding import GrowingList, TextEvent, event, grow
+from tetrad.server.logprobs import completion_logprobs
 from tetrad.server.openai_answer import OpenAIAnswer
+from tetrad.server.pace import in_turn
 from tetrad.server.protocol import CompletionBody
 from tetrad.server.push import Renderer
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
@@ -45,7 +48,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
     def params(num_prompt: int) -> SamplingParams:
         default = room_for_answer(service, num_prompt, DEFAULT_MAX_TOKENS)
         limits = AnswerLimits(
-            max_new_tokens=body.max_tokens or default,
+            max_new_tokens=default if body.max_tokens is None else body.max_tokens,
             min_new_tokens=body.min_tokens or 0,
             num_logprobs=0 if body.logprobs is None and body.tries_more else body.logprobs,
             seed=body.seed,
@@ -59,6 +62,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
             keep_stop=body.keeps_stop,
             min_new_tokens=min_new_tokens,
             hidden_ids=hidden_ids,
+            is_mute=body.max_tokens == 0,
         )
 
     prompts = await model.prompt_ids(
@@ -66,8 +70,12 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
         service.engine.info["context_length"],
         add_special_tokens=body.add_special_tokens is not False,
     )
-    with_params = [(ids, params(len(ids))) for ids in prompts]
-    return make_choices(answer_id, with_params, body.num_tried, session)
+
+    def made() -> list[Choice]:
+        with_params = [(ids, params(len(ids))) for ids in prompts]
+        return make_choices(answer_id, with_params, body.num_tried, session)
+
+    return await in_turn(made)
 
 
 def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
@@ -96,7 +104,8 @@ class _Answer(OpenAIAnswer[CompletionBody]):
 
     def _renderer(self) -> Renderer:
         def chunk(index: int, text: str, delta: Delta) -> dict[str, Any]:
-            return self._chunk(self._choice(index, text, delta.entries, delta.finish))
+            logprobs = self._logprobs(delta) if self._body.logprobs is not None else None
+            return self._chunk(_choice(index, text, logprobs, self._end(delta.finish)))
 
         def plain_chunk(index: int, text: str) -> dict[str, Any]:
             return chunk(index, text, Delta())
@@ -119,28 +128,31 @@ class _Answer(OpenAIAnswer[CompletionBody]):
         return render, text
 
     async def whole(self) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in self._choices]
-        entries: list[list[TokenEntry]] = [[] for _ in self._choices]
-        finishes: list[ChoiceFinish | None] = [None] * len(self._choices)
+        drafts = [_Draft([self._echo(i)], self._no_logprobs()) for i in range(len(self._choices))]
         async with aclosing(generate(self._service, ROUTE, self._choices)) as found:
             async for deltas in found:
-                for index, delta in deltas:
-                    texts[index].append(delta.content)
-                    entries[index] += delta.entries
-                    finishes[index] = delta.finish
+                self._add(drafts, deltas)
+        best = [drafts[i] for i in self._best(drafts)]
         choices = [
-            self._choice(number, self._echo(i) + "".join(texts[i]), entries[i], finishes[i])
-            for number, i in enumerate(self._best(entries))
+            _choice(number, "".join(draft.texts), draft.logprobs, self._end(draft.finish))
+            for number, draft in enumerate(best)
         ]
         return self._head | {"choices": choices, "usage": self._usage()}
 
-    def _best(self, entries: list[list[TokenEntry]]) -> list[int]:
+    def _add(self, drafts: Sequence[_Draft], deltas: Sequence[tuple[int, Delta]]) -> None:
+        for index, delta in deltas:
+            draft = drafts[index]
+            draft.add(delta)
+            if draft.logprobs is not None:
+                grow(draft.logprobs, self._logprobs(delta))
+
+    def _best(self, drafts: Sequence[_Draft]) -> list[int]:
         """The `n` answers to each prompt whose tokens are most probable in the mean, best first;
         all of them, in order, unless more were tried."""
         tried = range(len(self._choices))
         if not self._body.tries_more:
             return list(tried)
-        means = [sum(e.values.logprob for e in own) / max(1, len(own)) for own in entries]
+        means = [draft.logprob / max(1, draft.num_entries) for draft in drafts]
         num_tried = self._body.num_tried
         groups = [tried[start : start + num_tried] for start in tried[::num_tried]]
         return [
@@ -152,15 +164,39 @@ class _Answer(OpenAIAnswer[CompletionBody]):
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._body.num_tried]
 
-    def _choice(
-        self, index: int, text: str, entries: list[TokenEntry], finish: ChoiceFinish | None
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self._body.logprobs is not None:
-            logprobs = completion_logprobs(self._service.model.tokenizer, entries)
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            **self._end(finish),
-        }
+    def _logprobs(self, delta: Delta) -> dict[str, list[Any]]:
+        return completion_logprobs(self._service.model.tokenizer, delta.entries)
+
+    def _no_logprobs(self) -> dict[str, GrowingList] | None:
+        if self._body.logprobs is None:
+            return None
+        return {name: GrowingList() for name in self._logprobs(Delta())}
+
+
+@dataclass
+class _Draft:
+    """One choice so far."""
+
+    texts: list[str]
+    logprobs: dict[str, GrowingList] | None
+    logprob: float = 0.0
+    """Of all tokens whose text is certain."""
+    num_entries: int = 0
+    finish: ChoiceFinish | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.content)
+        self.logprob += sum(entry.values.logprob for entry in delta.entries)
+        self.num_entries += len(delta.entries)
+        self.finish = delta.finish
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, end: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        **end,
+    }

@@ -5,14 +5,16 @@ All APIs that speak in messages come here: chat itself, and those that translate
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tetrad.core.errors import RequestError
 from tetrad.server.arrival import arrival
+from tetrad.server.bodies import MAX_SHOWN_CHARACTERS
 from tetrad.server.chat_template import End
 from tetrad.server.choices import Choice, make_choices, room_for_answer
 from tetrad.server.model import ServedModel
+from tetrad.server.pace import beside
 from tetrad.server.protocol import ChatBody
 from tetrad.server.reasoning import ReasoningParser
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
@@ -25,13 +27,15 @@ SHORT_CHARACTERS = 16_384
 """Rendering no more messages and characters than these, and no tools, takes less than a
 millisecond."""
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Of OpenAI's API and Anthropic's; a chat template may know others."""
 REASONING_FIELDS = ("reasoning_effort", "reasoning", "thinking")
 
 
 async def translated(num_parts: int, translate: Callable[[], ChatBody]) -> ChatBody:
     """What `translate` makes of another API's body of so many messages, parts and tools; in a
     thread if that may take long. Raises RequestError."""
-    return translate() if num_parts <= SHORT_CONVERSATION else await asyncio.to_thread(translate)
+    return translate() if num_parts <= SHORT_CONVERSATION else await beside(translate)
 
 
 async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list[Choice]:
@@ -40,6 +44,9 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
     tools = body.active_tools
     prompt, ids = await chat_prompt(service, body)
     arrival().warnings += _in_vain(model, body)
+    if (odd := _odd_effort(model, body)) and service.config.strict_api:
+        raise RequestError(f"{odd} The server runs with --strict-api.", param="reasoning_effort")
+    arrival().warnings += [odd] if odd else []
     hidden_ids = model.hidden_ids(skip_special=body.skip_special_tokens is not False)
     form, tool_format = model.reasoning_format, model.tool_format
     start = form.start(prompt) if form else None
@@ -82,6 +89,17 @@ def _in_vain(model: ServedModel, body: ChatBody) -> Iterator[str]:
         yield f"{asked[0]} has no effect: the chat template of this model has no switch for it."
 
 
+def _odd_effort(model: ServedModel, body: ChatBody) -> str | None:
+    """A sentence about an effort that nobody knows."""
+    effort = _template_variables(body).get("reasoning_effort")
+    if not isinstance(effort, str) or effort in EFFORTS or model.template is None:
+        return None
+    if any(f"{quote}{effort}{quote}" in model.template.source for quote in "'\""):
+        return None
+    shown = ascii(effort[:MAX_SHOWN_CHARACTERS])
+    return f"Unknown reasoning_effort {shown}; there are {', '.join(EFFORTS)}."
+
+
 async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]:
     """The rendered messages and their tokens; long ones are rendered in a thread, so that other
     requests do not wait. Raises RequestError."""
@@ -92,7 +110,7 @@ async def chat_prompt(service: Service, body: ChatBody) -> tuple[str, list[int]]
         messages = [message.for_template() for message in body.messages]
         return model.render(messages, tools or None, _template_variables(body), end)
 
-    prompt = render() if _is_short(body) else await asyncio.to_thread(render)
+    prompt = render() if _is_short(body) else await beside(render)
     context_tokens = service.engine.info["context_length"]
     (ids,) = await model.encode([prompt], add_special_tokens=False, context_tokens=context_tokens)
     return prompt, ids

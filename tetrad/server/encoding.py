@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,55 @@ def event(value: Any, name: str = "") -> bytes:
     stands on a line before."""
     before = f"event: {name}\n".encode() if name else b""
     return before + b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+class GrowingList:
+    """A list that is only added to: what it holds is encoded once, however often it is told."""
+
+    def __init__(self) -> None:
+        self._raw = bytearray(b"[")
+
+    def add(self, values: Sequence[Any]) -> None:
+        """Add plain data."""
+        if values:
+            if len(self._raw) > 1:
+                self._raw += b","
+            self._raw += memoryview(_encoder.encode(values))[1:-1]
+
+    @property
+    def unclosed(self) -> bytearray:
+        """Its JSON without the bracket at the end."""
+        return self._raw
+
+
+def grow(lists: Mapping[str, GrowingList], more: Mapping[str, Sequence[Any]]) -> None:
+    """Add to each what goes by the same name."""
+    for name, values in more.items():
+        lists[name].add(values)
+
+
+_GROWN = uuid.uuid4().hex
+"""Stands where such a list will; nobody can know it beforehand."""
+
+
+def json_pieces(value: Any) -> list[bytes | bytearray]:
+    """JSON of plain data that may have GrowingLists in it, of which nothing is copied."""
+    grown: list[GrowingList] = []
+
+    def hook(found: Any) -> str:
+        grown.append(found)
+        return _GROWN
+
+    around = msgspec.json.encode(value, enc_hook=hook).split(f'"{_GROWN}"'.encode())
+    pieces: list[bytes | bytearray] = [around[0]]
+    for found, after in zip(grown, around[1:], strict=True):
+        pieces += found.unclosed, b"]" + after
+    return pieces
+
+
+def grown_event(value: Any) -> bytes:
+    """One event with such lists."""
+    return b"".join((b"data: ", *json_pieces(value), b"\n\n"))
 
 
 class TextEvent:

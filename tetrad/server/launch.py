@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from tetrad.core.collector import calm_collector
+from tetrad.core.collector import calm_collector_in_short_walks
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UnsupportedError
 from tetrad.core.gguf import is_gguf
@@ -237,7 +237,7 @@ class Launch:
             if not joining.cancel():
                 self._service.be_ready(joining.result())
                 self._service.tally.put(IS_SERVING, 1.0)
-                calm_collector()
+                calm_collector_in_short_walks()
                 self._console.ready(self._service, url(self._config, self._listener))
             await self._watch(engine, http)
             workers.drain()

@@ -43,7 +43,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
 
 
-def completion_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, entries: list[TokenEntry]) -> dict[str, list[Any]]:
     """`choices[].logprobs` of completions: parallel lists. The sampled token is among the likeliest
     of its place, whether it is one of them or not, as OpenAI and vLLM have it."""
     return {
@@ -70,13 +70,12 @@ def _completion_token(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def native_logprobs(values: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
+def native_logprobs(values: Sequence[TokenLogprob], num_top: int) -> dict[str, list[Any]]:
     """The `meta_info` fields of SGLang: [logprob, token id, null] per entry of `output_ids`. Those
     of the prompt, of which nothing can be asked, are there and empty, as they are there then."""
-    told: dict[str, Any] = {
+    told: dict[str, list[Any]] = {
         "input_token_logprobs": [],
         "output_token_logprobs": [[max(v.logprob, LOWEST), v.token_id, None] for v in values],
-        "output_token_logprobs_length": len(values),
     }
     if num_top:
         told["input_top_logprobs"] = []

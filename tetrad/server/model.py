@@ -28,6 +28,8 @@ from tetrad.server.tools import TOOL_FORMATS
 
 LONG_TEXT_CHARACTERS = 4_000
 """Longer texts are tokenised in a thread, so that other requests do not wait."""
+MANY_TEXTS = 32
+"""So are more texts."""
 MOST_CHARACTERS_PER_TOKEN = 32
 """No text that means anything has more on average; most languages have 1 to 5."""
 ANY_NAMES = ("default",)
@@ -116,7 +118,7 @@ class ServedModel:
         """Token ids of each text. Raises RequestError for one that is hopelessly long."""
         _check_lengths(texts, context_tokens)
         encode = partial(self.tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
-        if sum(map(len, texts)) < LONG_TEXT_CHARACTERS:
+        if sum(map(len, texts)) < LONG_TEXT_CHARACTERS and len(texts) <= MANY_TEXTS:
             return encode()
         return await asyncio.to_thread(encode)
 

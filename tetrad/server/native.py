@@ -12,14 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.errors import RequestError
-from tetrad.core.request import SamplingParams, TokenLogprob
+from tetrad.core.request import SamplingParams
 from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, pieces, room_for_answer
 from tetrad.server.constraints import grammar_of
-from tetrad.server.encoding import event
+from tetrad.server.encoding import GrowingList, grow, grown_event
 from tetrad.server.logprobs import native_logprobs
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
+from tetrad.server.pace import in_turn
 from tetrad.server.push import Outlet
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
@@ -44,12 +45,16 @@ async def _choices(service: Service, body: GenerateBody) -> list[Choice]:
     prompts = await service.model.prompt_ids(body.prompts, context_tokens)
     samplings = _per_prompt(body.sampling_params or NativeSampling(), len(prompts))
     names = _rids(body, len(prompts))
-    choices: list[Choice] = []
-    for ids, sampling, name in zip(prompts, samplings, names, strict=True):
-        params = _params(service, body, sampling, len(ids))
-        session = _sessions(service, sampling)
-        choices += make_choices(name, [(ids, params)], sampling.n or 1, session)
-    return choices
+
+    def made() -> list[Choice]:
+        choices: list[Choice] = []
+        for ids, sampling, name in zip(prompts, samplings, names, strict=True):
+            params = _params(service, body, sampling, len(ids))
+            session = _sessions(service, sampling)
+            choices += make_choices(name, [(ids, params)], sampling.n or 1, session)
+        return choices
+
+    return await in_turn(made)
 
 
 def _per_prompt(
@@ -79,7 +84,7 @@ def _params(
 ) -> SamplingParams:
     default = room_for_answer(service, num_prompt, DEFAULT_MAX_NEW_TOKENS)
     limits = AnswerLimits(
-        max_new_tokens=sampling.max_new_tokens or default,
+        max_new_tokens=default if sampling.max_new_tokens is None else sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens or 0,
         num_logprobs=body.num_logprobs,
         seed=sampling.sampling_seed,
@@ -98,6 +103,7 @@ def _sessions(service: Service, sampling: NativeSampling) -> Any:
             keep_stop=sampling.keeps_stop,
             min_new_tokens=min_new_tokens,
             hidden_ids=hidden_ids,
+            is_mute=sampling.max_new_tokens == 0,
         )
 
     return session
@@ -107,15 +113,23 @@ def _sessions(service: Service, sampling: NativeSampling) -> Any:
 class _Draft:
     """One choice so far."""
 
+    num_top: int
+    """So many of the likeliest tokens are told at each place."""
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: GrowingList = field(default_factory=GrowingList)
+    logprobs: dict[str, GrowingList] = field(init=False)
+    num_logprobs: int = 0
     finish: ChoiceFinish | None = None
+
+    def __post_init__(self) -> None:
+        self.logprobs = {name: GrowingList() for name in native_logprobs((), self.num_top)}
 
     def add(self, delta: Delta) -> None:
         self.text += delta.content
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
+        self.token_ids.add(delta.token_ids)
+        if delta.logprobs:
+            grow(self.logprobs, native_logprobs(delta.logprobs, self.num_top))
+            self.num_logprobs += len(delta.logprobs)
         self.finish = delta.finish
 
 
@@ -127,7 +141,7 @@ class _Answer:
         self._body = body
         self._choices = choices
         self._is_list = body.is_batch or len(choices) > 1
-        self._drafts = [_Draft() for _ in choices]
+        self._drafts = [_Draft(body.num_logprobs or 0) for _ in choices]
         self._arrived_at = time.perf_counter()
 
     def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
@@ -139,16 +153,19 @@ class _Answer:
         if not (delta.token_ids or delta.finish):
             return b""
         value = self._value(index)
-        return event(value | {"index": index} if self._is_list else value)
+        return grown_event(value | {"index": index} if self._is_list else value)
 
     async def whole(self) -> Any:
         """The complete answer: an object, or a list of them."""
         async with aclosing(generate(self._service, ROUTE, self._choices)) as found:
             async for deltas in found:
-                for index, delta in deltas:
-                    self._drafts[index].add(delta)
+                self._add(deltas)
         values = [self._value(index) for index in range(len(self._choices))]
         return values if self._is_list else values[0]
+
+    def _add(self, deltas: Sequence[tuple[int, Delta]]) -> None:
+        for index, delta in deltas:
+            self._drafts[index].add(delta)
 
     def _value(self, index: int) -> dict[str, Any]:
         draft = self._drafts[index]
@@ -172,8 +189,9 @@ class _Answer:
         }
         if draft.finish is not None:
             meta["e2e_latency"] = time.perf_counter() - self._arrived_at
-        if (num_top := self._body.num_logprobs) is not None:
-            meta |= native_logprobs(draft.logprobs, num_top)
+        if self._body.return_logprob:
+            meta |= draft.logprobs
+            meta["output_token_logprobs_length"] = draft.num_logprobs
         return meta
 
 

@@ -11,7 +11,7 @@ from tetrad.server.protocol import (
     LARGEST,
     MAX_PROMPTS,
     MAX_TOP_LOGPROBS,
-    Count,
+    CountOrNone,
     ManyTokenIds,
     Priority,
     SamplingFields,
@@ -27,8 +27,9 @@ Rid = Annotated[str, Field(min_length=1, max_length=256)]
 class NativeSampling(SamplingFields):
     """`sampling_params`, in SGLang's names."""
 
-    max_new_tokens: Count | None = None
-    """Most tokens of an answer. Default 128."""
+    max_new_tokens: CountOrNone | None = None
+    """Most tokens of an answer; with 0 the prompt is computed and kept in the prefix cache. Default
+    128."""
     min_new_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     """No end token and no stop string ends an answer before so many tokens. Default 0."""
     sampling_seed: Seed | None = None

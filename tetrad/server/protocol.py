@@ -18,10 +18,10 @@ from pydantic import (
 
 from tetrad.server.arrival import LONGEST_TIMEOUT_S
 from tetrad.server.bodies import Accepted, Body, OpenBody
+from tetrad.server.chat_messages import Message, ReasoningSwitch, ThinkingSwitch
 from tetrad.server.chat_template import RESERVED
 from tetrad.server.constraints import ConstraintFields, OpenAIConstraintFields
 from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
-from tetrad.server.turns import Message, ReasoningSwitch, ThinkingSwitch
 
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 512
@@ -64,6 +64,7 @@ RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
 """As in the header X-Request-Id."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
+CountOrNone = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -143,7 +144,7 @@ class OpenAIBody(OpenAIConstraintFields, SamplingFields, NamedBody, ForeignOpenA
     """The served name, the model's folder or `default`; anything else is a 404. Default: the served
     model."""
     max_tokens: Count | None = None
-    """Most tokens of an answer. Default: all that fit (chat), 16 (completions)."""
+    """Most tokens of an answer. Default: all that fit."""
     min_tokens: int | None = Field(default=None, ge=0, le=LARGEST)
     """No end token and no stop string ends an answer before so many tokens. Default 0."""
     seed: Seed | None = None
@@ -321,6 +322,9 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | Texts | TokenIds | ManyTokenIds
     """A text, token ids, or a list of either."""
+    max_tokens: CountOrNone | None = None
+    """Most tokens of an answer; with 0 the prompt is computed and kept in the prefix cache. Default
+    16."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Tell each token's log-probability and so many of the likeliest, 0 to 20. Default: none."""
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES_PER_PROMPT)

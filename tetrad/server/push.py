@@ -25,12 +25,12 @@ from tetrad.core.errors import TetradError
 from tetrad.core.request import RequestOutput
 from tetrad.server.gate import Admission
 from tetrad.server.metrics import RequestWatch
+from tetrad.server.pace import SHARE_S, in_turn
 from tetrad.server.session import Delta, Session
 
 BODY = "tetrad.body"
 """Where in the state of its scope a request finds the outlet of its connection, if there is one."""
 
-SHARE_S = 0.005
 MOST_BYTES = 65536
 """Written together, but for the last event of them: as much as a transport holds before it asks for
 patience."""
@@ -75,15 +75,14 @@ class ShortWay:
 class Inbox:
     """What the task that answers a request is to see, in order.
 
-    What is there already, for a client that was slow or has left, comes and goes without any real
-    waiting: nobody else would have a turn before the last of it, not even the news that the client
-    has left. So the task gives way when it has had its share.
+    What is there already, for a client that was slow or has left, comes without any real waiting:
+    so whoever reads it works on it in its turn (`pace`), or nobody else would have one before the
+    last of it, not even the news that the client has left.
     """
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, Delta] | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._woken_at = time.monotonic()
 
     @property
     def is_waited_for(self) -> bool:
@@ -100,16 +99,12 @@ class Inbox:
 
     async def get(self) -> list[tuple[int, Delta]]:
         """The next items, as many as are there. Raises the first if it is an error."""
-        if self._items and time.monotonic() - self._woken_at > SHARE_S:
-            await asyncio.sleep(0)
-            self._woken_at = time.monotonic()
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-            self._woken_at = time.monotonic()
         items = self._items
         found: list[tuple[int, Delta]] = []
         while items and len(found) < MOST_AT_ONCE:
@@ -128,17 +123,21 @@ async def together(
 ) -> AsyncGenerator[bytes, None]:
     """Their events, which are written together unless they are long, or take long to make: then
     others have a turn in between."""
-    piece, began_at = b"", time.monotonic()
-    for index, delta in deltas:
-        piece += render(index, delta)
-        if len(piece) >= MOST_BYTES:
+    rest = iter(deltas)
+
+    def some() -> tuple[bytes, bool]:
+        piece, began_at = b"", time.monotonic()
+        for index, delta in rest:
+            piece += render(index, delta)
+            if len(piece) >= MOST_BYTES or time.monotonic() - began_at > SHARE_S:
+                return piece, True
+        return piece, False
+
+    has_more = True
+    while has_more:
+        piece, has_more = await in_turn(some)
+        if piece:
             yield piece
-            piece = b""
-        if time.monotonic() - began_at > SHARE_S:
-            await asyncio.sleep(0)
-            began_at = time.monotonic()
-    if piece:
-        yield piece
 
 
 class ChoiceReader:
@@ -213,11 +212,12 @@ class ChoiceReader:
         return None
 
     def _tell(self, deltas: Iterable[Delta]) -> None:
-        """Up to the last, which is the task's to see, too."""
-        way, pieces = self._open_way, []
+        """Up to the last, which is the task's to see, too. So is what comes behind much."""
+        way, pieces, num_bytes = self._open_way, [], 0
         for delta in deltas:
-            if way is not None and delta.finish is None:
+            if way is not None and delta.finish is None and num_bytes < MOST_BYTES:
                 pieces.append(way.render(self._index, delta))
+                num_bytes += len(pieces[-1])
                 continue
             self._has_begun = True
             self._inbox.put((self._index, delta))

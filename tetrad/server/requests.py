@@ -62,6 +62,8 @@ class RequestDoor:
             # It knows what answers the request, which knows the scope: a cycle, and what has lived
             # for long the collector hardly ever looks at.
             scope.get("state", {}).pop(BODY, None)
+            if now.is_late:
+                self._service.metrics.timed_out()
             self._service.reporter.over(scope, now, status, time.monotonic() - now.began_at)
 
     async def _serve(

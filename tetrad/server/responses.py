@@ -59,7 +59,7 @@ async def create(service: Service, request: Request) -> Response:
     answer = ResponseAnswer(service, body, response_id, choice, keeper.keep)
     answer.is_stored = keeper.is_wanted
     if body.background:
-        return _in_background(service, answer, keeper, len(choice.request.prompt_ids))
+        return _in_background(service, answer, keeper, choice.request.num_prompt)
     wire = Wire(b"", answer.broken)
     return EventStream(answer.events, wire) if body.stream else LaterJson(answer.whole)
 

@@ -121,7 +121,7 @@ def sampling_params(
         )
     temperature = _or(body.temperature, defaults.temperature)
     return SamplingParams(
-        max_new_tokens=limits.max_new_tokens,
+        max_new_tokens=max(1, limits.max_new_tokens),
         min_new_tokens=limits.min_new_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=_or(body.top_p, defaults.top_p),

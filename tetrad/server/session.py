@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec.structs import replace
+
 from tetrad.core.errors import TetradError
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.server.logprobs import TokenEntry
@@ -131,16 +133,19 @@ class Session:
         hidden_ids: frozenset[int] = frozenset(),
         reasoning: ReasoningParser | None = None,
         tools: ToolParser | None = None,
+        is_mute: bool = False,
     ) -> None:
         """Without `reasoning` and `tools` everything is content. Stop strings are looked for once
         `min_new_tokens` tokens were generated; with `keep_stop` the one found stays in the text.
-        Tokens in `hidden_ids` leave no text."""
+        Tokens in `hidden_ids` leave no text. If it `is_mute`, the one token is passed over that an
+        engine computes at least."""
         self._detokenizer = Detokenizer(tokenizer, hidden_ids)
         self._stops = StopMatcher(stops, keep=keep_stop)
         self._min_new_tokens = min_new_tokens
         self._answer = AnswerReader(reasoning, tools)
         self.is_plain = not stops and reasoning is None and tools is None
         """Whether `plain_text` may stand for `feed_token`."""
+        self._is_mute = is_mute
         self._waiting: list[TokenEntry] = []
         self._num_characters = 0
         self._num_released = 0
@@ -156,6 +161,8 @@ class Session:
         self.prompt_tokens = output.prompt_tokens
         self.cached_tokens = output.cached_tokens
         self.num_preemptions = output.num_preemptions
+        if self._is_mute:
+            output = _without_token(output)
         delta = Delta()
         self._take(output, delta)
         delta.logprobs = output.logprobs[: len(delta.token_ids)]
@@ -236,6 +243,13 @@ class Session:
         else:
             delta.entries = [entry for entry in self._waiting if entry.text_offset < end]
             self._waiting = self._waiting[len(delta.entries) :]
+
+
+def _without_token(output: RequestOutput) -> RequestOutput:
+    finish = output.finish
+    if finish is not None and finish.reason in ("stop", "length"):
+        finish = Finish("length")
+    return replace(output, token_ids=(), logprobs=(), finish=finish)
 
 
 def _text_tokens(output: RequestOutput) -> Sequence[int]:

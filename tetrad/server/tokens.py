@@ -6,7 +6,6 @@ bounded, and what takes long is done in a thread.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -15,10 +14,11 @@ from starlette.responses import Response
 
 from tetrad.core.errors import RequestError
 from tetrad.server.bodies import Body, read_body
+from tetrad.server.chat_messages import Message
 from tetrad.server.encoding import json_bytes
+from tetrad.server.pace import beside, in_turn
 from tetrad.server.protocol import Texts, TokenId
 from tetrad.server.service import Service
-from tetrad.server.turns import Message
 
 MAX_TOKENS = 1 << 18
 """Of one request to /detokenize: more than any context."""
@@ -78,7 +78,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
     is_one = not isinstance(body.prompt, list)
     counts = [len(each) for each in ids]
-    return _json(
+    return await _json(
         {
             "tokens": ids[0] if is_one else ids,
             "count": counts[0] if is_one else counts,
@@ -96,7 +96,7 @@ async def _texts(service: Service, body: TokenizeBody) -> list[str]:
     def render() -> str:
         return service.model.render([message.for_template() for message in messages], None, {})
 
-    return [await asyncio.to_thread(render) if len(messages) > MANY_MESSAGES else render()]
+    return [await beside(render) if len(messages) > MANY_MESSAGES else render()]
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -115,9 +115,9 @@ async def detokenize(service: Service, request: Request) -> Response:
         return model.tokenizer.decode(token for token in body.tokens if token not in hidden)
 
     is_long = len(body.tokens) > MANY_TOKENS
-    text = await asyncio.to_thread(decode) if is_long else decode()
-    return _json({"prompt": text, "text": text})
+    text = await beside(decode) if is_long else decode()
+    return await _json({"prompt": text, "text": text})
 
 
-def _json(value: object) -> Response:
-    return Response(json_bytes(value), media_type="application/json")
+async def _json(value: object) -> Response:
+    return Response(await in_turn(lambda: json_bytes(value)), media_type="application/json")

@@ -12,10 +12,10 @@ calls are not read from the text, none can be forced, and strict tools constrain
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Grammar

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import uvloop
 
-from tetrad.core.collector import calm_collector
+from tetrad.core.collector import calm_collector_in_short_walks
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S, show_stacks_when_asked
@@ -61,7 +61,7 @@ class Worker:
         self._service.attach(link, is_ready=False)
         http = HttpServer(self._service, self._listener)
         try:
-            calm_collector()
+            calm_collector_in_short_walks()
             await http.listens()
             self._service.tally.put(IS_SERVING, 1.0)
             return await self._until_the_end(link, http)
