@@ -39,6 +39,17 @@ def body_of(path: str, n: int) -> dict[str, Any]:
     return body | {"n": n} if path in (CHAT, COMPLETIONS) else body
 
 
+async def ended(client: httpx.AsyncClient) -> dict[str, float]:
+    """How many did, by the reasons that were any's; and in all, as SGLang counts them."""
+    found = await samples(client)
+    reasons = ("stop", "length", "abort", "error")
+    ours = {reason: found[f"tetrad_finished_total{{reason={reason}}}"] for reason in reasons}
+    name = "vllm:request_success_total{{engine=0,finished_reason={},model_name=abacus}}".format
+    assert ours == {reason: found[name(reason)] for reason in reasons}
+    total = found["sglang:num_requests_total{model_name=abacus}"]
+    return {reason: num for reason, num in ours.items() if num} | {"all": total}
+
+
 async def aborted(client: httpx.AsyncClient) -> float:
     """How many were, by all names alike."""
     found = await samples(client)
@@ -134,6 +145,7 @@ async def test_who_ends_with_a_choice_that_fails_is_counted(
     engine.script, engine.step_s = script, 0.01
     assert (await client.post(CHAT, json=body_of(CHAT, 3))).status_code == 500
     assert await aborted(client) == 2
+    assert await ended(client) == {"abort": 2, "error": 1, "all": 3}
 
 
 async def test_a_dead_engine_and_a_refusal_abort_nobody(
@@ -141,13 +153,14 @@ async def test_a_dead_engine_and_a_refusal_abort_nobody(
 ):
     too_long = {"text": "3", "sampling_params": {"max_new_tokens": 10_000}}
     assert (await client.post(GENERATE, json=too_long)).status_code == 400
+    assert await ended(client) == {"all": 0}
     engine.gate.clear()
     asking = asyncio.create_task(client.post(CHAT, json=body_of(CHAT, 3)))
     await until(lambda: len(engine.live) == 3)
     engine.died.set_result(EngineDiedError("No luck."))
     engine.gate.set()
     assert (await asking).status_code == 503
-    assert await aborted(client) == 0
+    assert await ended(client) == {"error": 3, "all": 3}
 
 
 async def test_a_dead_engine_aborts_no_choice_that_waits_for_the_first_of_its_prompt(
@@ -160,4 +173,4 @@ async def test_a_dead_engine_aborts_no_choice_that_waits_for_the_first_of_its_pr
     engine.died.set_result(EngineDiedError("No luck."))
     engine.gate.set()
     assert (await asking).status_code == 503
-    assert await aborted(client) == 0
+    assert await ended(client) == {"error": 3, "all": 3}

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
 from tetrad.data import embedded_model
-from tetrad.server.app import ROUTES, build_app
+from tetrad.server.app import GENERATING, ROUTES, build_app
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
 
@@ -220,11 +221,55 @@ async def test_metrics_count_outcomes_and_read_the_engine(
         assert found[f"tetrad_{name}_seconds_count"] == 1
 
 
-async def test_metric_labels_never_hold_what_clients_wrote(client: httpx.AsyncClient):
-    await client.get("/v1/models/never-seen")
+async def test_choices_that_wait_for_their_prompt_are_timed_from_their_own_beginning(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Of three choices the engine has one for 100 s; then the other two begin, and take no time.
+    What others call a request's latency is a sequence's, too."""
+    now = [5.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("tetrad.server.metrics.time", clock)
+    engine.gate.clear()
+    body = {"prompt": [5] * 65, "n": 3, "max_tokens": 2}
+    asking = asyncio.create_task(client.post("/v1/completions", json=body))
+    await until(lambda: len(engine.seen) == 1)
+    now[0] += 100.0
+    engine.gate.set()
+    assert (await asking).status_code == 200
+    found = await samples(client)
+    for name, labels in (
+        ("tetrad_prefill_seconds", ""),
+        ("tetrad_time_to_first_token_seconds", ""),
+        ("tetrad_sequence_duration_seconds", ""),
+        ("sglang:e2e_request_latency_seconds", "{model_name=abacus}"),
+        ("vllm:e2e_request_latency_seconds", "{engine=0,model_name=abacus}"),
+    ):
+        assert found[f"{name}_count{labels}"] == 3
+        assert found[f"{name}_sum{labels}"] == 100.0, name
+    assert found["tetrad_request_duration_seconds_count"] == 1
+
+
+async def test_only_requests_of_routes_that_generate_are_counted(client: httpx.AsyncClient):
+    """Of others a refusal would be all that is known. Labels never hold what clients wrote."""
+    refused = [
+        await client.get("/v1/models/never-seen"),
+        await client.get("/v1/responses/never-seen"),
+        await client.post("/tokenize", json={}),
+        await client.post("/v1/messages/count_tokens", json={}),
+    ]
+    assert {response.status_code for response in refused} <= {400, 404}
     text = (await client.get("/metrics")).text
     assert "never-seen" not in text
-    assert 'route="/v1/models/{name:path}"' in text
+    assert "tetrad_requests_total{" not in text
+    for path in GENERATING:
+        assert (await client.post(path, json={})).status_code == 400
+    found = await samples(client)
+    counted = {name: value for name, value in found.items() if "tetrad_requests" in name}
+    assert counted == {
+        f"tetrad_requests_total{{outcome=refused,route={path}}}": 1 for path in GENERATING
+    }
+    paths = [route.path for route in ROUTES]
+    assert [paths.count(path) for path in GENERATING] == [1] * 5
 
 
 async def test_the_queue_has_a_limit(make_service: MakeService, engine: FakeEngine):

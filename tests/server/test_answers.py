@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.test_api_document import APIS
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.request import Finish
-from tetrad.server.app import ANSWERS, ROUTES, openapi_document
+from tetrad.server.app import ANSWERS, FAMILIES, ROUTES, openapi_document
 from tetrad.server.foreign import Refused
 from tetrad.server.native_protocol import NativeSampling
 from tetrad.server.service import Service
@@ -27,6 +28,11 @@ TALK = [{"role": "user", "content": "What is 3+5?"}]
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 FUNCTION = {"name": "calculator", "description": "computes", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
+VERBS = (
+    "Abort|Answer|Cancel|Change|Continue|Count|Create|Delete|Describe|Empty|Generate|Get|Have|List|"
+    "Pause|Profile|Stop|Tokenize|Turn"
+)
+"""What summaries of operations begin with."""
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 MESSAGES_TOOL = {"name": "calculator", "input_schema": PARAMETERS}
 CALL = "<tool_call>calculator<arg_key>expression</arg_key><arg_value>3+5</arg_value></tool_call>"
@@ -230,12 +236,32 @@ def test_every_field_of_a_body_is_described(document: dict[str, Any]):
     assert len(bodies) > 30
     told = [way["summary"] for path in document["paths"].values() for way in path.values()]
     assert all(summary == " ".join(summary.split()) for summary in told)
+    assert all(re.match(rf"({VERBS})\b.* .*\.$", summary) for summary in told), told
     for name, schema in bodies.items():
         for field, told in schema.get("properties", {}).items():
             assert 5 < len(told.get("description", "")) < 200, f"{name}.{field}"
     temperature = bodies["ChatBody"]["properties"]["temperature"]
     assert temperature["description"] == "Randomness, 0 to 100; 0 is greedy. Default: the model's."
     assert bodies["ResponsesBody"]["properties"]["n"]["description"] == "Always 1.", "not its own"
+
+
+def test_each_operation_has_a_short_name_of_its_own_and_the_api_it_is_of(document: dict[str, Any]):
+    ways = [way for path in document["paths"].values() for way in path.values()]
+    names = [way["operationId"] for way in ways]
+    assert len(set(names)) == len(names) == sum(len(route.methods) for route in ROUTES)
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]{,25}", name) for name in names), names
+    for path, method, name, api in (
+        (CHAT, "post", "create_chat_completion", "OpenAI"),
+        ("/v1/responses/{response_id}/cancel", "post", "cancel_response", "OpenAI"),
+        (f"{MESSAGES}/count_tokens", "post", "count_message_tokens", "Anthropic"),
+        (GENERATE, "post", "generate", "SGLang"),
+        (GENERATE, "put", "generate_put", "SGLang"),
+        ("/tokenize", "post", "tokenize", "vLLM"),
+        ("/abort_request", "post", "abort_request", "Operation"),
+    ):
+        way = document["paths"][path][method]
+        assert (way["operationId"], way["tags"]) == (name, [api])
+    assert {tag for way in ways for tag in way["tags"]} == set(FAMILIES)
 
 
 def test_what_is_refused_is_marked_and_told_as_it_is(document: dict[str, Any]):

@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from tests.server.conftest import MakeService
-from tests.server.fake_engine import EOS, FakeEngine, saying
+from tests.server.fake_engine import EOS, FakeEngine, Step, saying
 from tests.server.sse import events
 from tests.server.test_about import connect
+from tetrad.core.request import Finish
 from tetrad.server.chat_template import ChatTemplate
 from tetrad.server.service import Service
 from tetrad.server.text import Tokenizer
@@ -63,6 +64,7 @@ async def test_a_whole_answer(client: httpx.AsyncClient, engine: FakeEngine, tok
             "logprobs": None,
             "finish_reason": "stop",
             "matched_stop": EOS,
+            "stop_reason": None,
         }
     ]
     usage = answer["usage"]
@@ -270,6 +272,35 @@ async def test_a_stop_string_aborts_the_engine_request(
     assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", "two")
     assert engine.aborted == [engine.seen[0].rid]
     assert engine.live == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "least"), [(ROUTE, body()), ("/v1/completions", {"prompt": "3", "model": "abacus"})]
+)
+async def test_what_ended_an_answer_is_told_in_sglang_s_field_and_in_vllm_s(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    path: str,
+    least: dict[str, Any],
+):
+    """Whole and in the last chunk. vLLM's is null at one of the model's own end tokens."""
+    (two,) = tokenizer.encode("2", add_special_tokens=False)
+    for fields, matched, stop_reason in (
+        ({}, EOS, None),
+        ({"stop": ["2"]}, "2", "2"),
+        ({"stop_token_ids": [two]}, two, two),
+        ({"max_tokens": 1}, None, None),
+    ):
+        script(engine, tokenizer, "</think>12")
+        if matched == two:
+            engine.script = lambda _: [Step((5,)), Step((two,), Finish("stop", two))]
+        whole = (await client.post(path, json=least | fields)).json()["choices"][0]
+        stream = await client.post(path, json=least | fields | {"stream": True})
+        *chunks, last = [chunk["choices"][0] for chunk in events(stream.text)]
+        for choice in (whole, last):
+            assert (choice["matched_stop"], choice["stop_reason"]) == (matched, stop_reason)
+        assert not any("stop_reason" in chunk or "matched_stop" in chunk for chunk in chunks)
 
 
 async def test_sampling_fields_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine):

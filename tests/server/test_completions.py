@@ -73,7 +73,23 @@ async def test_a_stream_joins_to_the_whole(client: httpx.AsyncClient, logprobs: 
         assert [item for c in choices for item in c["logprobs"][key]] == value
     assert whole["choices"][0]["logprobs"]["text_offset"][:3] == [0, 1, 1]
     tops = whole["choices"][0]["logprobs"]["top_logprobs"]
-    assert all(len(top) == logprobs for top in tops)
+    assert all(len(top) == logprobs + 1 for top in tops), "the sampled one is none of the likeliest"
+
+
+async def test_the_sampled_token_is_among_the_likeliest_and_parts_of_a_character_are_told_apart(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer
+):
+    (a,), (first, second) = encode(tokenizer, "a"), encode(tokenizer, "é")
+    tops = (((first, -0.1), (second, -0.2)), ((first, -0.3), (a, -0.4)))
+    told = [(a, -3.0, tops[0]), (first, -0.3, tops[1])]
+    logprobs = tuple(TokenLogprob(*each) for each in told)
+    engine.script = lambda _: [Step((a, first), Finish("length"), logprobs)]
+    found = (await post(client, prompt="3", logprobs=2))["choices"][0]["logprobs"]
+    assert found["tokens"] == ["a", r"bytes:\xc3"]
+    assert found["top_logprobs"] == [
+        {r"bytes:\xc3": -0.1, r"bytes:\xa9": -0.2, "a": -3.0},
+        {r"bytes:\xc3": -0.3, "a": -0.4},
+    ]
 
 
 async def test_sixteen_tokens_unless_asked_otherwise(

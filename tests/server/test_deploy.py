@@ -60,6 +60,16 @@ async def test_the_names_of_others_are_there_and_said_once(client: httpx.AsyncCl
     assert len(types) == len(set(types)), "a name is exposed twice"
 
 
+async def test_every_figure_is_explained_with_its_unit(client: httpx.AsyncClient):
+    text = (await client.get("/metrics")).text
+    told = re.findall(r"^# HELP (\S+) (.*)", text, re.MULTILINE)
+    assert len(told) > 60
+    for name, sentence in told:
+        assert re.fullmatch(r"[A-Z]\S+( \S+){3,}\.", sentence), (name, sentence)
+        (unit,) = re.findall("seconds|tokens|pages|$", name)[:1]
+        assert unit in sentence.lower(), (name, sentence)
+
+
 async def test_the_example_for_prometheus_scrapes_a_route_that_is_there(client: httpx.AsyncClient):
     text = (ROOT / "deploy" / "prometheus.yml").read_text()
     (path,) = re.findall(r"metrics_path: (\S+)", text)

@@ -307,10 +307,22 @@ async def test_other_errors_have_anthropics_shape(
     check_error(await client.post(ROUTE, json=body()), 503, "overloaded_error")
 
 
-async def test_an_aborted_message_keeps_what_it_had(client: httpx.AsyncClient, engine: FakeEngine):
+async def test_a_message_that_an_operator_ends_is_an_error(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    """With `max_tokens` an agent would go on with it, and clients would send a plain 500 again."""
     engine.script = lambda _: [Step((18,)), Step((), Finish("abort"))]
-    answer = (await client.post(ROUTE, json=body())).json()
-    assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 1)
+    response = await client.post(ROUTE, json=body())
+    assert "operator ended" in check_error(response, 500, "api_error")
+    assert response.headers["x-should-retry"] == "false"
+    *events, last = await post(client, stream=True)
+    assert last["error"] == {
+        "type": "api_error",
+        "message": "The server's operator ended this request.",
+    }
+    kinds = [event["type"] for event in events]
+    assert kinds[-2:] == ["content_block_delta", "content_block_stop"]
+    assert "message_delta" not in kinds
 
 
 async def test_a_key_is_taken_under_both_names(make_service: MakeService):

@@ -93,6 +93,20 @@ async def test_logprobs(client: httpx.AsyncClient):
     assert meta["output_top_logprobs"][0] == [[-0.5, 0, None], [-1.5, 1, None]]
 
 
+@pytest.mark.parametrize("num_top", [0, 1])
+async def test_logprobs_of_the_prompt_are_there_and_empty(client: httpx.AsyncClient, num_top: int):
+    """SGLang's clients look them up whenever they ask for log-probabilities."""
+    fields = {"text": "35", "return_logprob": True, "logprob_start_len": -1}
+    for chunk in await post(client, **fields, top_logprobs_num=num_top, stream=True):
+        meta = chunk["meta_info"]
+        assert meta["input_token_logprobs"] == []
+        assert meta["output_token_logprobs_length"] == len(meta["output_token_logprobs"])
+        tops = [meta.get("input_top_logprobs"), meta.get("output_top_logprobs")]
+        assert tops == (
+            [[], [[[-0.5, 0, None]]] * len(chunk["output_ids"])] if num_top else [None] * 2
+        )
+
+
 async def test_every_token_has_its_logprob_also_those_that_leave_no_text(
     client: httpx.AsyncClient,
 ):

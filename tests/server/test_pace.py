@@ -193,10 +193,10 @@ async def test_what_was_told_is_not_encoded_again(
     engine.script = saying([18])
     num_encoded = 0
 
-    def counted(values: Any) -> Any:
+    def counted(values: Any, num_top: int) -> Any:
         nonlocal num_encoded
         num_encoded += len(values)
-        return native_logprobs(values)
+        return native_logprobs(values, num_top)
 
     monkeypatch.setattr(native, "native_logprobs", counted)
     answer = await stream(client, 50, return_logprob=True, top_logprobs_num=2)

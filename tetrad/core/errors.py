@@ -8,6 +8,7 @@
     │   └── RequestError             2   one request's body or limits (HTTP 4xx at the door)
     ├── CapacityError                3   the server is full or shutting down (HTTP 503)
     ├── DeadlineError                4   a request's time was up (HTTP 504)
+    ├── AbortedError                 1   an operator ended a request (HTTP 500)
     ├── EngineDiedError              5   the engine process ended; the text carries its reason
     └── BenchFailure                 6   a benchmark ran but its figures must not be used
 
@@ -70,6 +71,10 @@ class DeadlineError(TetradError):
     """A request's time was up before it was finished."""
 
     exit_code = 4
+
+
+class AbortedError(TetradError):
+    """The server's operator ended a request whose API has no other word for that."""
 
 
 class EngineDiedError(TetradError):

@@ -30,14 +30,14 @@ LEAST_SECRET = 6
 
 
 async def models(service: Service, _request: Request) -> Response:
-    """The one model, in a list that OpenAI's clients read, and Anthropic's."""
+    """List the one model that is served, as OpenAI's and Anthropic's clients read it."""
     name = service.model.name
     page = {"has_more": False, "first_id": name, "last_id": name}
     return JSONResponse({"object": "list", "data": [_model_card(service)], **page})
 
 
 async def model(service: Service, request: Request) -> Response:
-    """One model by name."""
+    """Get one model by its name."""
     name = request.path_params["name"]
     if name.rstrip("/") != service.model.name.rstrip("/"):  # the last of a path is never seen
         service.model.check_name(name)
@@ -60,7 +60,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 async def model_info(service: Service, _request: Request) -> Response:
-    """SGLang's description of the model."""
+    """Describe the model, as SGLang does."""
     model = service.model
     return JSONResponse(
         {
@@ -83,7 +83,7 @@ async def model_info(service: Service, _request: Request) -> Response:
 
 
 async def server_info(service: Service, _request: Request) -> Response:
-    """The resolved configuration, flat, what the engine chose and why, and its state right now."""
+    """Describe the server: its resolved options, what the engine chose and why, its state now."""
     engine = service.engine
     info = {
         **_resolved(service),
@@ -178,18 +178,18 @@ def _internal_state(service: Service) -> dict[str, Any]:
 
 
 async def health(service: Service, _request: Request) -> Response:
-    """200 while requests are served, else 503 with the reason; nothing is asked of the engine."""
+    """Answer 200 while requests are served, else 503 with the reason; the engine is not asked."""
     reason = service.why_unhealthy
     return Response(status_code=200) if reason is None else _unhealthy(reason)
 
 
 async def version(_service: Service, _request: Request) -> Response:
-    """Of Tetrad, as vLLM tells its own."""
+    """Get Tetrad's version, in vLLM's shape."""
     return JSONResponse({"version": tetrad.__version__})
 
 
 async def health_generate(service: Service, _request: Request) -> Response:
-    """Whether the engine answers a request of one token in time."""
+    """Have the engine generate one token; answer 503 if it does not in time."""
     if (reason := service.why_unhealthy) is not None:
         return _unhealthy(reason)
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
@@ -210,5 +210,5 @@ def _unhealthy(reason: str) -> Response:
 
 
 async def metrics(service: Service, _request: Request) -> Response:
-    """Figures in the text format of Prometheus."""
+    """Get the metrics in the text format of Prometheus."""
     return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

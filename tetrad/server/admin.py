@@ -80,7 +80,7 @@ class LoggingBody(Body):
 
 
 async def flush_cache(service: Service, request: Request) -> Response:
-    """Empty the prefix cache; `?timeout=s` waits that long for running requests to end."""
+    """Empty the prefix cache; `?timeout=s` waits so many seconds for running requests to end."""
     deadline = time.monotonic() + _timeout(request)
     while True:
         ok, text = await service.engine.flush_cache()
@@ -108,27 +108,27 @@ def _timeout(request: Request) -> float:
 
 
 async def abort_request(service: Service, request: Request) -> Response:
-    """End the requests of a rid, an answer's id or an X-Request-Id, or all."""
+    """Abort the requests of a rid, an answer's id or an X-Request-Id, or all."""
     body = await read_body(request, AbortBody)
     reply = await _ask(service, "abort", rid=None if body.abort_all else body.rid)
     return JSONResponse(reply.data)
 
 
 async def pause_generation(service: Service, request: Request) -> Response:
-    """Run no more steps; requests that come wait."""
+    """Pause the engine: no more steps run, and requests that come are queued."""
     body = await read_body(request, PauseBody, or_empty=True)
     await _ask(service, "pause", mode=body.mode)
     return JSONResponse({"status": "ok", "message": "Generation is paused."})
 
 
 async def continue_generation(service: Service, _request: Request) -> Response:
-    """Go on after a pause."""
+    """Continue after a pause."""
     await _ask(service, "resume")
     return JSONResponse({"status": "ok", "message": "Generation continues."})
 
 
 async def start_profile(service: Service, request: Request) -> Response:
-    """Record the engine's steps with torch's profiler, for `num_steps` or until told to stop."""
+    """Profile the engine's steps with torch's profiler, for `num_steps` or until told to stop."""
     body = await read_body(request, ProfileBody, or_empty=True)
     if body.output_dir is not None:
         raise RequestError(
@@ -141,13 +141,13 @@ async def start_profile(service: Service, request: Request) -> Response:
 
 
 async def stop_profile(service: Service, _request: Request) -> Response:
-    """End the profile, and say where its trace lies."""
+    """Stop the profiler, and say where its trace is."""
     reply = await _ask(service, "stop_profile")
     return PlainTextResponse(f"Stopped profiling; the trace is {reply.text}\n")
 
 
 async def logs(service: Service, request: Request) -> Response:
-    """Change the level of the log, or the form of the access log, in all processes."""
+    """Change the log level or the form of the access log, in all processes."""
     body = await read_body(request, LoggingBody)
     await _ask(service, "set_logging", log_level=body.log_level, access_log=body.access_log)
     return JSONResponse({"status": "ok"})

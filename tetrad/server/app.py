@@ -56,52 +56,85 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Route:
-    """`body` is what the handler reads, `query` what else, for the OpenAPI document; `is_admin`: it
-    changes the server for all."""
+    """`name` is its operation's in the OpenAPI document, `body` what the handler reads and `query`
+    what else; `is_admin`: it changes the server for all."""
 
     methods: tuple[str, ...]
     path: str
+    name: str
     handler: Handler
     body: type[Body] | None = None
     is_admin: bool = False
     query: tuple[str, ...] = ()
 
+    def operation_id(self, method: str) -> str:
+        """Unique: what generated clients call it."""
+        is_first = method == self.methods[0]
+        return self.name if is_first else f"{self.name}_{method.lower()}"
 
-ROUTES = (
-    Route(("POST",), chat.ROUTE, chat.chat, ChatBody),
-    Route(("POST",), completions.ROUTE, completions.completions, CompletionBody),
-    Route(("POST",), response_answer.ROUTE, responses.create, ResponsesBody),
-    Route(("GET",), responses.ID_ROUTE, responses.fetch, query=("stream",)),
-    Route(("DELETE",), responses.ID_ROUTE, responses.delete),
-    Route(("POST",), responses.CANCEL_ROUTE, responses.cancel),
-    Route(("POST",), messages.ROUTE, messages.messages, MessagesBody),
-    Route(("POST",), messages.COUNT_ROUTE, messages.count_tokens, CountBody),
-    Route(("GET",), "/v1/models", about.models),
-    Route(("GET",), "/v1/models/{name:path}", about.model),
-    Route(("POST", "PUT"), native.ROUTE, native.native_generate, GenerateBody),
-    Route(("POST",), "/tokenize", tokens.tokenize, tokens.TokenizeBody),
-    Route(("POST",), "/detokenize", tokens.detokenize, tokens.DetokenizeBody),
-    Route(("POST",), "/v1/tokenize", tokens.tokenize, tokens.TokenizeBody),
-    Route(("POST",), "/v1/detokenize", tokens.detokenize, tokens.DetokenizeBody),
-    Route(("GET",), "/model_info", about.model_info),
-    Route(("GET",), "/get_model_info", about.model_info),
-    Route(("GET",), "/server_info", about.server_info),
-    Route(("GET",), "/get_server_info", about.server_info),
-    Route(("GET", "POST"), "/flush_cache", admin.flush_cache, is_admin=True, query=("timeout",)),
-    Route(("POST",), "/reset_prefix_cache", admin.flush_cache, is_admin=True, query=("timeout",)),
-    Route(("POST",), "/abort_request", admin.abort_request, admin.AbortBody, is_admin=True),
-    Route(("POST",), "/pause_generation", admin.pause_generation, admin.PauseBody, is_admin=True),
-    Route(("POST",), "/continue_generation", admin.continue_generation, is_admin=True),
-    Route(("POST",), "/start_profile", admin.start_profile, admin.ProfileBody, is_admin=True),
-    Route(("POST",), "/stop_profile", admin.stop_profile, is_admin=True),
-    Route(("POST",), "/configure_logging", admin.logs, admin.LoggingBody, is_admin=True),
-    Route(("GET",), "/health", about.health),
-    Route(("GET",), "/ready", about.health),
-    Route(("GET", "POST"), "/ping", about.health),
-    Route(("GET",), "/version", about.version),
-    Route(("GET",), "/health_generate", about.health_generate),
-    Route(("GET",), "/metrics", about.metrics),
-)
+
+def _order(
+    name: str,
+    handler: Handler,
+    body: type[Body] | None = None,
+    methods: tuple[str, ...] = ("POST",),
+    query: tuple[str, ...] = (),
+) -> Route:
+    return Route(methods, f"/{name}", name, handler, body, is_admin=True, query=query)
+
+
+GET, POST = ("GET",), ("POST",)
+FAMILIES = {
+    "OpenAI": (
+        Route(POST, chat.ROUTE, "create_chat_completion", chat.chat, ChatBody),
+        Route(
+            POST, completions.ROUTE, "create_completion", completions.completions, CompletionBody
+        ),
+        Route(POST, response_answer.ROUTE, "create_response", responses.create, ResponsesBody),
+        Route(GET, responses.ID_ROUTE, "get_response", responses.fetch, query=("stream",)),
+        Route(("DELETE",), responses.ID_ROUTE, "delete_response", responses.delete),
+        Route(POST, responses.CANCEL_ROUTE, "cancel_response", responses.cancel),
+        Route(GET, "/v1/models", "list_models", about.models),
+        Route(GET, "/v1/models/{name:path}", "get_model", about.model),
+    ),
+    "Anthropic": (
+        Route(POST, messages.ROUTE, "create_message", messages.messages, MessagesBody),
+        Route(POST, messages.COUNT_ROUTE, "count_message_tokens", messages.count_tokens, CountBody),
+    ),
+    "SGLang": (
+        Route(("POST", "PUT"), native.ROUTE, "generate", native.native_generate, GenerateBody),
+        Route(POST, "/v1/tokenize", "tokenize_v1", tokens.tokenize, tokens.TokenizeBody),
+        Route(POST, "/v1/detokenize", "detokenize_v1", tokens.detokenize, tokens.DetokenizeBody),
+        Route(GET, "/model_info", "model_info", about.model_info),
+        Route(GET, "/get_model_info", "get_model_info", about.model_info),
+        Route(GET, "/server_info", "server_info", about.server_info),
+        Route(GET, "/get_server_info", "get_server_info", about.server_info),
+    ),
+    "vLLM": (
+        Route(POST, "/tokenize", "tokenize", tokens.tokenize, tokens.TokenizeBody),
+        Route(POST, "/detokenize", "detokenize", tokens.detokenize, tokens.DetokenizeBody),
+        Route(GET, "/version", "version", about.version),
+    ),
+    "Operation": (
+        _order("flush_cache", admin.flush_cache, methods=("GET", "POST"), query=("timeout",)),
+        _order("reset_prefix_cache", admin.flush_cache, query=("timeout",)),
+        _order("abort_request", admin.abort_request, admin.AbortBody),
+        _order("pause_generation", admin.pause_generation, admin.PauseBody),
+        _order("continue_generation", admin.continue_generation),
+        _order("start_profile", admin.start_profile, admin.ProfileBody),
+        _order("stop_profile", admin.stop_profile),
+        _order("configure_logging", admin.logs, admin.LoggingBody),
+        Route(GET, "/health", "health", about.health),
+        Route(GET, "/ready", "ready", about.health),
+        Route(("GET", "POST"), "/ping", "ping", about.health),
+        Route(GET, "/health_generate", "health_generate", about.health_generate),
+        Route(GET, "/metrics", "metrics", about.metrics),
+    ),
+}
+"""Whose routes they are, as the OpenAPI document groups them."""
+ROUTES = tuple(route for routes in FAMILIES.values() for route in routes)
+GENERATING = (chat.ROUTE, completions.ROUTE, response_answer.ROUTE, messages.ROUTE, native.ROUTE)
+"""Whose requests are counted by what became of them; each is the path of no other route."""
 
 MAY_BE_LEFT_OUT = (admin.PauseBody, admin.ProfileBody)
 
@@ -112,7 +145,7 @@ def build_app(service: Service) -> Starlette:
     Handlers read their bodies themselves, so that FastAPI's layers around them would only take
     time; it writes the OpenAPI document.
     """
-    service.metrics.tell_apart(route.path for route in ROUTES)
+    service.metrics.tell_apart(GENERATING)
     failures: dict[Any, Any] = {
         TetradError: _Failures(service).of_tetrad,
         HTTPException: _of_http,
@@ -200,20 +233,22 @@ def openapi_document() -> dict[str, Any]:
     """What the server can be asked, and what it answers. Handlers read their bodies and write their
     answers themselves, so their schemas are added."""
     answers = read_json_object(ANSWERS)
-    routes = [
+    shown = [
         APIRoute(
             route.path,
             _shown,
             methods=[method],
-            name=f"{method} {route.path}",
+            operation_id=route.operation_id(method),
+            tags=[family],
             summary=" ".join((route.handler.__doc__ or "").split()),
             response_class=Response,
             openapi_extra=_told(route, answers["routes"][f"{method} {route.path}"]),
         )
-        for route in ROUTES
+        for family, routes in FAMILIES.items()
+        for route in routes
         for method in route.methods
     ]
-    document = get_openapi(title="Tetrad", version=tetrad.__version__, routes=routes)
+    document = get_openapi(title="Tetrad", version=tetrad.__version__, routes=shown)
     bodies = {route.body for route in ROUTES if route.body is not None}
     _, definitions = models_json_schema(
         [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)],

@@ -27,7 +27,7 @@ ROUTE = "/v1/chat/completions"
 
 
 async def chat(service: Service, request: Request) -> Response:
-    """Read, render, tokenise; the answer begins when the response is sent."""
+    """Create a chat completion, whole or streamed."""
     body = await read_body(request, ChatBody)
     service.model.check_name(body.model)
     answer_id = new_id("chatcmpl")
@@ -84,7 +84,7 @@ class _Answer(OpenAIAnswer[ChatBody]):
             "index": index,
             "delta": fields,
             "logprobs": self._logprobs(delta.entries) if delta.entries else None,
-            "finish_reason": delta.finish.reason if delta.finish else None,
+            **self._end(delta.finish),
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -102,13 +102,11 @@ class _Answer(OpenAIAnswer[ChatBody]):
                 drafts[index].logprobs.add(told["content"])
 
     def _whole_choice(self, index: int, draft: _Draft) -> dict[str, Any]:
-        assert draft.finish is not None
         return {
             "index": index,
             "message": draft.message(),
             "logprobs": {"content": draft.logprobs} if self._body.logprobs else None,
-            "finish_reason": draft.finish.reason,
-            "matched_stop": draft.finish.matched,
+            **self._end(draft.finish),
         }
 
     def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any] | None:

@@ -123,7 +123,7 @@ async def generate(
             ChoiceReader(choice.session, index, watch, admission, inbox, short_way)
             for index, choice in enumerate(choices)
         ]
-        running = _Running(service.engine, choices, readers)
+        running = _Running(service.engine, choices, readers, watch)
         try:
             waiting = _waiting(choices, shares=not service.config.disable_radix_cache)
             first = set(range(len(choices))).difference(*waiting.values())
@@ -184,9 +184,14 @@ class _Running:
     """The choices of one answer in the engine."""
 
     def __init__(
-        self, engine: EnginePort, choices: Sequence[Choice], readers: Sequence[ChoiceReader]
+        self,
+        engine: EnginePort,
+        choices: Sequence[Choice],
+        readers: Sequence[ChoiceReader],
+        watch: RequestWatch,
     ) -> None:
         self._engine = engine
+        self._watch = watch
         self._choices = choices
         self._readers = readers
         self._leave: dict[int, Callable[[], None]] = {}
@@ -195,6 +200,7 @@ class _Running:
         """Have the engine serve these, unless an operator has ended the request meanwhile."""
         for index in indexes:
             request, reader = self._choices[index].request, self._readers[index]
+            self._watch.begun(index)
             if arrival().finish == "abort":
                 reader.take(RequestOutput(request.rid, (), finish=ABORTED))
             else:

@@ -32,7 +32,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Prompts as text or token ids, one or many; the answer begins when the response is sent."""
+    """Create completions of one prompt or several, given as text or token ids."""
     body = await read_body(request, CompletionBody)
     service.model.check_name(body.model)
     answer_id = new_id("cmpl")
@@ -105,7 +105,7 @@ class _Answer(OpenAIAnswer[CompletionBody]):
     def _renderer(self) -> Renderer:
         def chunk(index: int, text: str, delta: Delta) -> dict[str, Any]:
             logprobs = self._logprobs(delta) if self._body.logprobs is not None else None
-            return self._chunk(_choice(index, text, logprobs, delta.finish))
+            return self._chunk(_choice(index, text, logprobs, self._end(delta.finish)))
 
         def plain_chunk(index: int, text: str) -> dict[str, Any]:
             return chunk(index, text, Delta())
@@ -134,7 +134,7 @@ class _Answer(OpenAIAnswer[CompletionBody]):
                 self._add(drafts, deltas)
         best = [drafts[i] for i in self._best(drafts)]
         choices = [
-            _choice(number, "".join(draft.texts), draft.logprobs, draft.finish)
+            _choice(number, "".join(draft.texts), draft.logprobs, self._end(draft.finish))
             for number, draft in enumerate(best)
         ]
         return self._head | {"choices": choices, "usage": self._usage()}
@@ -192,12 +192,11 @@ class _Draft:
 
 
 def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish: ChoiceFinish | None
+    index: int, text: str, logprobs: dict[str, Any] | None, end: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "index": index,
         "text": text,
         "logprobs": logprobs,
-        "finish_reason": finish.reason if finish else None,
-        "matched_stop": finish.matched if finish else None,
+        **end,
     }

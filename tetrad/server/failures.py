@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from tetrad.core.errors import (
+    AbortedError,
     CapacityError,
     DeadlineError,
     EngineDiedError,
@@ -100,12 +101,13 @@ def error_response(
 
 
 def response_of(error: TetradError, path: str = "") -> Response:
-    """The response for an error of ours; 429 and 503 say when to come back, 504 not to."""
+    """The response for an error of ours; 429 and 503 say when to come back, 504 not to, nor does
+    the end that an operator has made."""
     headers = {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(error.retry_after_s)
-    if isinstance(error, DeadlineError):
-        headers["X-Should-Retry"] = "false"  # OpenAI's clients would send it again by themselves
+    if isinstance(error, DeadlineError | AbortedError):
+        headers["X-Should-Retry"] = "false"  # clients would send it again by themselves
     param = error.param if isinstance(error, RequestError) else None
     return error_response(str(error), http_status(error), param, headers, path=path)
 

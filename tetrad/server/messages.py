@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tetrad.core.errors import TetradError
+from tetrad.core.errors import AbortedError, TetradError
 from tetrad.server.answers import EventStream, LaterJson, Wire
 from tetrad.server.blocks import Block, BlockEvent, BlockReader, block_id
 from tetrad.server.bodies import read_body
@@ -24,7 +24,7 @@ from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of
 from tetrad.server.protocol import ChatBody
 from tetrad.server.push import Outlet, ShortWay, together
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Delta
+from tetrad.server.session import WHY_ABORTED, ChoiceFinish, Delta
 
 ROUTE = "/v1/messages"
 COUNT_ROUTE = "/v1/messages/count_tokens"
@@ -38,7 +38,7 @@ ANTHROPIC = Wire(b"", _error)
 
 
 async def messages(service: Service, request: Request) -> Response:
-    """A conversation, in blocks; the answer begins when the response is sent."""
+    """Create a message, whole or streamed."""
     body = await read_body(request, MessagesBody)
     service.model.check_name(body.model)
     answer_id = block_id("msg")
@@ -48,7 +48,7 @@ async def messages(service: Service, request: Request) -> Response:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """How long the prompt of such a conversation is."""
+    """Count the prompt tokens of a conversation."""
     body = await read_body(request, CountBody)
     service.model.check_name(body.model)
     _, ids = await chat_prompt(service, await _chat(body))
@@ -87,6 +87,7 @@ class _Answer:
                 self._finish = deltas[-1][1].finish
                 async for piece in together(self._render, deltas):
                     yield piece
+        self._check_end()
         end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield event(end, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
@@ -113,7 +114,14 @@ class _Answer:
                     self._finish = delta.finish
                     for _ in self._reader.feed(delta):
                         pass
+        self._check_end()
         return self._message()
+
+    def _check_end(self) -> None:
+        """An operator's end is none of Anthropic's reasons to stop, and no client should take it
+        for one of them. Raises AbortedError."""
+        if self._finish is not None and self._finish.reason == "abort":
+            raise AbortedError(WHY_ABORTED)
 
     def _message(self) -> dict[str, Any]:
         """The message so far."""
@@ -133,8 +141,8 @@ class _Answer:
             return {"stop_reason": None, "stop_sequence": None}
         if isinstance(finish.matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
-        reason = {"stop": "end_turn", "tool_calls": "tool_use"}
-        return {"stop_reason": reason.get(finish.reason, "max_tokens"), "stop_sequence": None}
+        reasons = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+        return {"stop_reason": reasons[finish.reason], "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """Tokens from the prefix cache are not among Anthropic's input_tokens."""

@@ -123,7 +123,7 @@ class CountBody(Body):
     """The served name, the model's folder or `default`; anything else is a 404. Default: the served
     model."""
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
-    """The conversation so far; if the last message is the assistant's, it is gone on with."""
+    """The conversation so far; if the last message is the assistant's, it is continued."""
     system: str | Blocks | None = None
     """A system message: a text or text blocks."""
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None

@@ -2,7 +2,7 @@
 
 So dashboards and alarms that were made for them show something here. What has another meaning there
 has no name of theirs: SGLang's `cache_hit_rate` is of the last batch, vLLM's
-`inter_token_latency_seconds` is of each token apart.
+`inter_token_latency_seconds` is of each token apart, and what both call a request is a sequence.
 """
 
 from __future__ import annotations
@@ -36,84 +36,89 @@ def _held(stats: EngineStats) -> float:
 
 GAUGES = (
     Figure(
-        "Sequences in the engine's steps.",
+        "Sequences that are running.",
         lambda stats: stats.running_requests,
         *("running_requests", "num_running_reqs", "num_requests_running"),
     ),
     Figure(
-        "Requests the engine has not begun.",
+        "Sequences that are queued in the engine, preempted ones among them.",
         lambda stats: stats.waiting_requests,
         *("waiting_requests", "num_queue_reqs", "num_requests_waiting"),
     ),
     Figure(
-        "Share of cache pages held by live requests.",
+        "Fraction of the KV cache's pages that sequences hold, 0 to 1.",
         _held,
         *("cache_usage_ratio", "token_usage", "kv_cache_usage_perc"),
     ),
     Figure(
-        "Tokens that held pages have room for.",
+        "Capacity, in tokens, of the KV cache pages that sequences hold.",
         lambda stats: stats.used_pages * PAGE_TOKENS,
         *("cache_used_tokens", "num_used_tokens"),
     ),
     Figure(
-        "Tokens that the cache has room for.",
+        "Capacity of the KV cache in tokens.",
         lambda stats: stats.total_pages * PAGE_TOKENS,
         *("cache_tokens", "max_total_num_tokens"),
     ),
     Figure(
-        "Pages kept only for later prefixes.",
+        "Pages of the KV cache that are kept for the prefix cache alone.",
         lambda stats: stats.cached_pages,
         "cache_kept_pages",
     ),
-    Figure("Pages of the cache.", lambda stats: stats.total_pages, "cache_total_pages"),
     Figure(
-        "Of the tokens a request may still get, those that admission expects.",
+        "Number of pages of the KV cache.", lambda stats: stats.total_pages, "cache_total_pages"
+    ),
+    Figure(
+        "Fraction of their remaining max_tokens that running sequences are expected to use.",
         lambda stats: stats.new_token_ratio,
         *("new_token_ratio", "new_token_ratio"),
     ),
     Figure(
-        "Tokens generated a second, over the last second.",
+        "Tokens generated per second, over the last second.",
         lambda stats: stats.gen_throughput,
         *("generation_tokens_per_second", "gen_throughput"),
     ),
 )
 COUNTERS = (
     Figure(
-        "Prompt tokens computed or cached.",
+        "Prompt tokens that were computed or found in the prefix cache.",
         lambda stats: stats.prompt_tokens_total,
         *("prompt_tokens", "prompt_tokens", "prompt_tokens"),
     ),
     Figure(
-        "Prompt tokens from the prefix cache.",
+        "Prompt tokens that were found in the prefix cache.",
         lambda stats: stats.cached_tokens_total,
         *("cached_tokens", "cached_tokens", "prefix_cache_hits"),
     ),
     Figure(
-        "Prompt tokens that were looked for in the prefix cache.",
+        "Prompt tokens that were looked up in the prefix cache.",
         lambda stats: stats.prompt_tokens_total,
         *("prefix_lookup_tokens", None, "prefix_cache_queries"),
     ),
     Figure(
-        "Tokens generated.",
+        "Tokens that were generated.",
         lambda stats: stats.generated_tokens_total,
         *("generated_tokens", "generation_tokens", "generation_tokens"),
     ),
     Figure(
-        "Requests set back for want of memory or for one of a higher priority.",
+        "Times a sequence was preempted (retracted), for want of memory or by a higher priority.",
         lambda stats: stats.preemptions_total,
         *("preemptions", "num_retracted_requests", "num_preemptions"),
     ),
     Figure(
-        "Requests failed by NaN or infinity.",
+        "Sequences that failed because logits were NaN or infinite.",
         lambda stats: stats.nonfinite_total,
         "nonfinite_logits",
     ),
-    Figure("Forward passes.", lambda stats: stats.steps_total, "engine_steps"),
+    Figure(
+        "Steps (forward passes) of the engine.", lambda stats: stats.steps_total, "engine_steps"
+    ),
 )
 HISTOGRAMS: Mapping[str, tuple[str | None, str | None]] = {
     "time_to_first_token_seconds": ("time_to_first_token_seconds", "time_to_first_token_seconds"),
     "time_per_output_token_seconds": (None, "request_time_per_output_token_seconds"),
-    "request_duration_seconds": ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
+    "request_duration_seconds": (None, None),
+    "sequence_duration_seconds": ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
     "queue_seconds": ("queue_time_seconds", "request_queue_time_seconds"),
     "prefill_seconds": (None, "request_prefill_time_seconds"),
     "decode_seconds": (None, "request_decode_time_seconds"),

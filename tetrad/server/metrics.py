@@ -31,8 +31,7 @@ from tetrad.server.tally import (
 
 Outcome = Literal["success", "cancelled", "failed", "refused"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-FINISHES = ("stop", "length", "tool_calls", "abort")
-OTHER_ROUTE = "other"
+FINISHES = ("stop", "length", "tool_calls", "abort", "error")
 
 
 class WatchedEngine(Protocol):
@@ -57,27 +56,50 @@ class Metrics:
         self._num_columns = FIRST_COUNTER
         self._histograms: dict[str, Histogram] = {}
         add = self._histogram
-        self.first_token = add("time_to_first_token_seconds", "To its first token.", SECONDS)
+        self.first_token = add(
+            "time_to_first_token_seconds",
+            "Seconds from when the engine was given a sequence to its first token.",
+            SECONDS,
+        )
         self.per_token = add(
             "time_per_output_token_seconds",
-            "Mean time between tokens after the first.",
+            "Mean seconds between the tokens of a sequence, after its first.",
             TOKEN_SECONDS,
         )
-        self.whole = add("request_duration_seconds", "To its last token.", SECONDS)
-        self.queue = add("queue_seconds", "From the engine's knowing of it to its start.", SECONDS)
-        self.prefill = add("prefill_seconds", "From its start to its first token.", SECONDS)
-        self.decode = add("decode_seconds", "From its first token to its last.", SECONDS)
-        self.prompt_tokens = add("request_prompt_tokens", "Of a request's prompt.", TOKENS)
-        self.generated = add("request_generated_tokens", "Of a finished answer.", TOKENS)
+        self.whole = add(
+            "request_duration_seconds",
+            "Seconds that an HTTP request took after tokenization, if it succeeded.",
+            SECONDS,
+        )
+        self.sequence = add(
+            "sequence_duration_seconds",
+            "Seconds from when the engine was given a sequence to its end.",
+            SECONDS,
+        )
+        self.queue = add(
+            "queue_seconds", "Seconds that a sequence was queued before it first ran.", SECONDS
+        )
+        self.prefill = add(
+            "prefill_seconds", "Seconds from when a sequence first ran to its first token.", SECONDS
+        )
+        self.decode = add(
+            "decode_seconds", "Seconds from the first token of a sequence to its last.", SECONDS
+        )
+        self.prompt_tokens = add(
+            "request_prompt_tokens", "Tokens in the prompt of a sequence.", TOKENS
+        )
+        self.generated = add(
+            "request_generated_tokens", "Tokens that a finished sequence generated.", TOKENS
+        )
         self._requests: dict[tuple[str, Outcome], int] = {}
-        self.tell_apart((OTHER_ROUTE,))
         first = self._columns(len(FINISHES))
         self._finishes = {name: first + i for i, name in enumerate(FINISHES)}
         self._timeouts = self._columns(1)
         self.registry.register(self)
 
     def tell_apart(self, routes: Iterable[str]) -> None:
-        """Count each of these routes by itself. All processes of a server must say the same."""
+        """Count what becomes of the requests of each of these routes, and of no others. All
+        processes of a server must say the same."""
         for route in routes:
             if (route, OUTCOMES[0]) not in self._requests:
                 first = self._columns(len(OUTCOMES))
@@ -100,9 +122,9 @@ class Metrics:
         self.registry.register(_EngineCollector(engine, self.tally, self.labels))
 
     def count(self, route: str, outcome: Outcome) -> None:
-        """An HTTP request for generation is over."""
-        known = route if (route, outcome) in self._requests else OTHER_ROUTE
-        self.tally.add(self._requests[known, outcome])
+        """An HTTP request is over."""
+        if (column := self._requests.get((route, outcome))) is not None:
+            self.tally.add(column)
 
     def refused(self, route: str) -> None:
         """A request was turned away with an HTTP status before it generated anything."""
@@ -124,7 +146,7 @@ class Metrics:
         """The sums, for the registry."""
         requests = CounterMetricFamily(
             "tetrad_requests",
-            "HTTP requests for generation by route and outcome.",
+            "HTTP requests to the routes that generate, by route and outcome.",
             labels=("route", "outcome"),
         )
         for labels, column in self._requests.items():
@@ -133,7 +155,7 @@ class Metrics:
         yield requests
         yield CounterMetricFamily(
             "tetrad_request_timeouts",
-            "HTTP requests whose time was up.",
+            "HTTP requests that exceeded their time limit.",
             value=self.tally.total(self._timeouts),
         )
         yield from self._ends()
@@ -143,22 +165,23 @@ class Metrics:
 
     def _ends(self) -> Iterable[Metric]:
         counts = {name: self.tally.total(column) for name, column in self._finishes.items()}
-        ours = CounterMetricFamily(
-            "tetrad_finished", "Sequences by why they ended.", labels=("reason",)
-        )
+        text = "Sequences that have ended, by reason."
+        ours = CounterMetricFamily("tetrad_finished", text, labels=("reason",))
         theirs = CounterMetricFamily(
             "vllm:request_success",
-            "Sequences by why they ended.",
+            text,
             labels=("model_name", "engine", "finished_reason"),
         )
         for reason, count in counts.items():
             ours.add_metric((reason,), count)
         called = counts["tool_calls"]  # where vLLM says stop
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             count = counts[reason] + (called if reason == "stop" else 0)
             theirs.add_metric((self.labels.model, "0", reason), count)
         label = ("model_name",)
-        total = CounterMetricFamily("sglang:num_requests", "Sequences that ended.", labels=label)
+        total = CounterMetricFamily(
+            "sglang:num_requests", "Sequences that have ended.", labels=label
+        )
         total.add_metric((self.labels.model,), sum(counts.values()))
         aborted = CounterMetricFamily(
             "sglang:num_aborted_requests", "Sequences that were aborted.", labels=label
@@ -180,14 +203,19 @@ class RequestWatch:
         self._route = route
         self._arrival = arrival()
         self._arrived_at = self._arrival.handed_over_at = time.monotonic()
+        self._begun_at = [self._arrived_at] * num_choices
         self._first_at: list[float | None] = [None] * num_choices
         self._num_open = num_choices
+
+    def begun(self, choice: int) -> None:
+        """The engine is given a choice: at once, or when the first of its prompt has a token."""
+        self._begun_at[choice] = time.monotonic()
 
     def first_token(self, choice: int, output: RequestOutput) -> None:
         """A choice has its first token."""
         now = self._first_at[choice] = time.monotonic()
         metrics, told = self._metrics, self._arrival
-        since = now - self._arrived_at
+        since = now - self._begun_at[choice]
         metrics.first_token.observe(since)
         metrics.queue.observe(output.queue_s)
         metrics.prefill.observe(max(0.0, since - output.queue_s))
@@ -199,9 +227,10 @@ class RequestWatch:
 
     def last_token(self, choice: int, num_tokens: int, reason: str) -> None:
         """A choice has ended. `num_tokens`: generated in all, the first included."""
-        first_at = self._first_at[choice]
+        now, first_at = time.monotonic(), self._first_at[choice]
+        self._metrics.sequence.observe(now - self._begun_at[choice])
         if first_at is not None:
-            elapsed_s = time.monotonic() - first_at
+            elapsed_s = now - first_at
             self._metrics.decode.observe(elapsed_s)
             if num_tokens > 1:
                 self._metrics.per_token.observe(elapsed_s / (num_tokens - 1))
@@ -210,12 +239,15 @@ class RequestWatch:
         self._num_open -= 1
         self._arrival.finish = reason
 
-    def failed(self) -> None:
-        """A choice has ended with an error."""
+    def failed(self, error: Exception) -> None:
+        """A choice has ended with an error. One that was refused has never been a sequence."""
         self._num_open -= 1
+        if not isinstance(error, RequestError | CapacityError):
+            self._metrics.finished("error")
 
     def engine_died(self) -> None:
         """All have, those that had not begun too."""
+        self._metrics.finished("error", self._num_open)
         self._num_open = 0
 
     @property
@@ -252,21 +284,30 @@ class _EngineCollector:
     def collect(self) -> Iterable[Metric]:
         yield from families(self._engine.stats, self._labels)
         gauges: dict[str, tuple[str, float]] = {
-            "open_requests": ("Engine requests in flight.", self._tally.total(OPEN)),
+            "open_requests": (
+                "Sequences that were admitted and have not ended.",
+                self._tally.total(OPEN),
+            ),
             "unanswered_requests": (
-                "Engine requests in flight without a first token.",
+                "Admitted sequences that have no first token yet.",
                 self._tally.total(UNANSWERED),
             ),
             "unanswered_prompt_tokens": (
-                "Prompt tokens of those without a first token.",
+                "Prompt tokens of the sequences that have no first token yet.",
                 self._tally.total(UNANSWERED_TOKENS),
             ),
-            "engine_silence_seconds": ("Since last heard of.", self._engine.last_beat_age_s),
-            "engine_step_age_seconds": ("Of the running step.", self._engine.step_age_s),
+            "engine_silence_seconds": (
+                "Seconds since the engine was last heard of.",
+                self._engine.last_beat_age_s,
+            ),
+            "engine_step_age_seconds": (
+                "Seconds that the engine's current step has been running.",
+                self._engine.step_age_s,
+            ),
         }
         by_worker = GaugeMetricFamily(
             "tetrad_worker_open_requests",
-            "Engine requests in flight by API process.",
+            "Sequences that were admitted and have not ended, by API process.",
             labels=("worker",),
         )
         for worker, value in enumerate(self._tally.each(OPEN)):

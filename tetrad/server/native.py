@@ -24,10 +24,9 @@ from tetrad.server.pace import in_turn
 from tetrad.server.push import Outlet
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Delta, Session
+from tetrad.server.session import WHY_ABORTED, ChoiceFinish, Delta, Session
 
 ROUTE = "/generate"
-ABORTED = "The server's operator ended this request."
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
 WEIGHT_VERSION = "default"
@@ -35,7 +34,7 @@ WEIGHT_VERSION = "default"
 
 
 async def native_generate(service: Service, request: Request) -> Response:
-    """One prompt gives one object, a batch a list; the answer begins when the response is sent."""
+    """Generate text for one prompt, which gives an object, or for a batch, which gives a list."""
     body = await read_body(request, GenerateBody)
     answer = _Answer(service, body, await _choices(service, body))
     return EventStream(answer.events) if body.stream else LaterJson(answer.whole)
@@ -114,18 +113,23 @@ def _sessions(service: Service, sampling: NativeSampling) -> Any:
 class _Draft:
     """One choice so far."""
 
+    num_top: int
+    """So many of the likeliest tokens are told at each place."""
     text: str = ""
     token_ids: GrowingList = field(default_factory=GrowingList)
-    logprobs: dict[str, GrowingList] = field(
-        default_factory=lambda: {name: GrowingList() for name in native_logprobs(())}
-    )
+    logprobs: dict[str, GrowingList] = field(init=False)
+    num_logprobs: int = 0
     finish: ChoiceFinish | None = None
+
+    def __post_init__(self) -> None:
+        self.logprobs = {name: GrowingList() for name in native_logprobs((), self.num_top)}
 
     def add(self, delta: Delta) -> None:
         self.text += delta.content
         self.token_ids.add(delta.token_ids)
         if delta.logprobs:
-            grow(self.logprobs, native_logprobs(delta.logprobs))
+            grow(self.logprobs, native_logprobs(delta.logprobs, self.num_top))
+            self.num_logprobs += len(delta.logprobs)
         self.finish = delta.finish
 
 
@@ -137,7 +141,7 @@ class _Answer:
         self._body = body
         self._choices = choices
         self._is_list = body.is_batch or len(choices) > 1
-        self._drafts = [_Draft() for _ in choices]
+        self._drafts = [_Draft(body.num_logprobs or 0) for _ in choices]
         self._arrived_at = time.perf_counter()
 
     def events(self, outlet: Outlet | None) -> AsyncGenerator[bytes, None]:
@@ -187,6 +191,7 @@ class _Answer:
             meta["e2e_latency"] = time.perf_counter() - self._arrived_at
         if self._body.return_logprob:
             meta |= draft.logprobs
+            meta["output_token_logprobs_length"] = draft.num_logprobs
         return meta
 
 
@@ -194,7 +199,7 @@ def _finish_reason(finish: ChoiceFinish | None, num_tokens: int) -> dict[str, An
     if finish is None:
         return None
     if finish.reason == "abort":
-        return {"type": "abort", "message": ABORTED}
+        return {"type": "abort", "message": WHY_ABORTED}
     if finish.reason == "length":
         return {"type": "length", "length": num_tokens}
     return {"type": "stop", "matched": finish.matched}

@@ -50,7 +50,7 @@ class GenerateBody(ForeignGenerate):
     ) = None
     """How to sample, for all prompts or for each."""
     rid: Rid | Annotated[list[Rid], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
-    """Names the request, or each of its prompts; /abort_request takes it. Default: made."""
+    """Names the request, or each of its prompts; /abort_request takes it. Default: a new one."""
     stream: bool | None = None
     """Send the answer as server-sent events, each with all there is so far. Default false."""
     return_logprob: bool | None = None

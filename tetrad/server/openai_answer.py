@@ -13,6 +13,7 @@ from tetrad.server.encoding import event
 from tetrad.server.protocol import OpenAIBody
 from tetrad.server.push import Outlet, Renderer
 from tetrad.server.service import Service
+from tetrad.server.session import ChoiceFinish
 from tetrad.server.usage import usage
 
 B = TypeVar("B", bound=OpenAIBody)
@@ -54,6 +55,19 @@ class OpenAIAnswer(ABC, Generic[B]):
         if self._body.include_usage:
             end["usage"] = self._usage() if self._body.has_running_usage else None
         return self._head | {"choices": [choice]} | end
+
+    def _end(self, finish: ChoiceFinish | None) -> dict[str, Any]:
+        """Why a choice ended: OpenAI's field, SGLang's and vLLM's, which does not name the model's
+        own end tokens. Chunks before the last have OpenAI's alone."""
+        if finish is None:
+            return {"finish_reason": None}
+        matched = finish.matched
+        is_asked = isinstance(matched, str) or matched in (self._body.stop_token_ids or ())
+        return {
+            "finish_reason": finish.reason,
+            "matched_stop": matched,
+            "stop_reason": matched if is_asked else None,
+        }
 
     def _usage(self) -> dict[str, Any]:
         num_prompts = sum(choice.is_first for choice in self._choices)

@@ -88,7 +88,7 @@ class SamplingFields(ConstraintFields, ForeignSampling):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from the logits of generated tokens, -2 to 2. Default 0."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """The same for each time that one came, -2 to 2. Default 0."""
+    """The same, for each time that the token was generated, -2 to 2. Default 0."""
     logit_bias: Annotated[dict[TokenKey, Bias] | None, BeforeValidator(_check_size)] = None
     """Added to logits: token id, as text, to -100 to 100."""
     stop: Stop | None = None

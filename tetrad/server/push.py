@@ -200,7 +200,7 @@ class ChoiceReader:
     def _end(self, error: Exception) -> None:
         if not self._is_over:
             self._is_over = True
-            self._watch.failed()
+            self._watch.failed(error)
         self._inbox.put(error)
 
     @property

@@ -48,8 +48,7 @@ class _Status(msgspec.Struct):
 
 
 async def create(service: Service, request: Request) -> Response:
-    """Answer an input, or go on from a previous response; the answer begins when the response is
-    sent, unless it is computed in the background."""
+    """Create a response, whole, streamed or in the background, or continue a previous one."""
     body = await read_body(request, ResponsesBody)
     service.model.check_name(body.model)
     before = _before(service.shelf, body.previous_response_id)
@@ -205,7 +204,7 @@ async def _in_time(answer: ResponseAnswer) -> None:
 
 
 async def fetch(service: Service, request: Request) -> Response:
-    """A stored response as it is now."""
+    """Get a stored response as it is now."""
     if request.query_params.get("stream") == "true":
         raise RequestError(
             "A stored response cannot be streamed again; fetch it without stream.", param="stream"
@@ -215,7 +214,7 @@ async def fetch(service: Service, request: Request) -> Response:
 
 
 async def cancel(service: Service, request: Request) -> Response:
-    """End a response in the background; one that has ended stays as it is."""
+    """Cancel a response in the background; one that has ended stays as it is."""
     response_id = request.path_params["response_id"]
     kept = _kept(service.shelf, response_id, "response_id")
     if not _status(kept).background:
@@ -234,7 +233,7 @@ async def cancel(service: Service, request: Request) -> Response:
 
 
 async def delete(service: Service, request: Request) -> Response:
-    """Forget a stored response; one in the background ends."""
+    """Delete a stored response; one in the background is cancelled."""
     response_id = request.path_params["response_id"]
     _kept(service.shelf, response_id, "response_id")
     assert service.shelf is not None

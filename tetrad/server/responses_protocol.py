@@ -136,7 +136,7 @@ class ResponsesBody(SamplingFields, NamedBody, ForeignOpenAI):
     previous_response_id: str | None = None
     """Go on from this stored response."""
     store: bool | None = None
-    """Keep the response for an hour, so that it can be fetched and gone on from. Default true."""
+    """Keep the response for an hour, so that it can be fetched and continued. Default true."""
     background: bool | None = None
     """Answer at once and compute without a connection; needs store. Default false."""
     stream: bool | None = None

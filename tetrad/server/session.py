@@ -22,6 +22,8 @@ from tetrad.server.stops import StopMatcher
 from tetrad.server.text import Detokenizer, Tokenizer
 from tetrad.server.tool_events import Event, ToolDelta, ToolParser
 
+WHY_ABORTED = "The server's operator ended this request."
+
 
 class GenerationError(TetradError):
     """The engine gave up on one request; the text is its sentence."""

@@ -61,7 +61,7 @@ class DetokenizeBody(Body):
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Token ids of a text, of several, or of messages as the chat template renders them."""
+    """Tokenize a text, several texts, or messages as the chat template renders them."""
     body = await read_body(request, TokenizeBody)
     model, context_tokens = service.model, service.engine.info["context_length"]
     model.check_name(body.model)
@@ -100,7 +100,7 @@ async def _texts(service: Service, body: TokenizeBody) -> list[str]:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of token ids: `prompt` for vLLM's clients, `text` for SGLang's."""
+    """Turn token ids into text: `prompt` for vLLM's clients, `text` for SGLang's."""
     body = await read_body(request, DetokenizeBody)
     model = service.model
     model.check_name(body.model)
