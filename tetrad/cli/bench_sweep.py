@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from tetrad.bench.sweep_options import BenchSweepConfig
@@ -16,8 +16,9 @@ from tetrad.core.errors import BenchFailure
 
 if TYPE_CHECKING:
     from tetrad.bench.options import BenchServeConfig
+    from tetrad.bench.sweep import Measure
     from tetrad.core.records import BenchRun
-    from tetrad.core.sweep_records import SweepPoint
+    from tetrad.core.sweep_records import Place, SweepPoint
 
 PLAIN_WIDTH = 250
 """Columns of the table where there is no terminal to ask: enough for the longest names."""
@@ -73,13 +74,14 @@ def _in_order(points: Iterable[SweepPoint], config: BenchSweepConfig) -> list[Sw
     return sorted(points, key=lambda point: places.index(point.place))
 
 
-def _measure(narrator: Narrator) -> Callable[[BenchServeConfig, int], BenchRun]:
+def _measure(narrator: Narrator) -> Measure:
     import uvloop
 
     from tetrad.bench.serving import bench_serve
 
-    def measure(config: BenchServeConfig, repetition: int) -> BenchRun:
-        return bench_files.signed(uvloop.run(bench_serve(config, narrator, repetition)))
+    def measure(config: BenchServeConfig, place: Place) -> BenchRun:
+        asked = bench_serve(config, narrator, place.repetition - 1, place.setting)
+        return bench_files.signed(uvloop.run(asked))
 
     return measure
 
@@ -105,6 +107,7 @@ def show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from tetrad.bench import cached
     from tetrad.bench.report_html import HEADINGS, cells
 
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
@@ -121,6 +124,8 @@ def show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
     for point in points:
         if point.detail:
             print(f"{point.place}: {point.detail}")
+    for line in cached.note((str(p.place), p.run) for p in points if p.run is not None):
+        print(line)
     bench_files.write_points(points, config)
 
 
