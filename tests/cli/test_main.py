@@ -191,6 +191,8 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--port", "x"], 'Invalid value for --port: unable to convert "x" into int.'),
         (["serve", "--port", "70000"], "--port 70000: input should be less than or equal to 65535"),
         (["serve", "--device", "gpu"], 'Choose from: "auto", "cpu", "cuda".'),
+        (["quantize", "a", "--target"], "--target requires an argument."),
+        (["serve", "--port"], "--port requires an argument."),
         (["serve", "a", "b"], "Too many words, from 'b' on"),
         (["chat", "What", "is", "3+5"], "from 'is 3+5' on; quote a text of several."),
         (["serve", "--trust-remote-code"], "tetrad serve has no --trust-remote-code: no code in"),
