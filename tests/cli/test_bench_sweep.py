@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 
 import pytest
 
@@ -39,11 +40,14 @@ def test_points_are_measured_once_and_new_ones_are_added(tetrad, arguments, tmp_
         arguments += ["--base-url", url, "--api-key", "geheim"]
         code, out, err = tetrad(*arguments, "--concurrency", "1,2")
         assert code == 0, err
-        assert "point 2 of 2: concurrency 2" in err
+        assert "point 1 of 2: concurrency 1\n" in err
+        assert re.search(r"point 2 of 2: concurrency 2, about \d+ s left\n", err)
+        assert re.search(r"\npoints measured: 2, in \d+ s\n", err)
         assert len(server.bodies) == 8
         code, out, err = tetrad(*arguments, "--concurrency", "1,2,4")
     assert code == 0
     assert "2 of 3 points are in" in err
+    assert re.search(r"\npoints measured: 1, in \d+ s\n", err)
     assert len(server.bodies) == 12
     for count in (1, 2, 4):
         assert f"concurrency {count}" in out
@@ -104,6 +108,7 @@ def test_with_a_seed_no_point_has_the_prompts_of_another(tetrad, tmp_path, point
             where = ["--base-url", url, "--concurrency", *points]
             code, _, err = tetrad("bench", "sweep", *load, *model, *where)
         assert code == 0, err
+        assert ("point 1 of 4: concurrency 1, about " in err) == ("--repeat" in points)
         sent.append([str(body["input_ids"]) for body in server.bodies])
         (tmp_path / "r.jsonl").unlink()
     assert len(set(sent[0])) == len(sent[0]) >= 22

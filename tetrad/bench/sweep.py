@@ -151,12 +151,17 @@ def run(
     plan: dict[str, Any],
     measure: Measure,
     say: Callable[[str], None],
+    left: Callable[[BenchRun | None, Sequence[Todo]], str] = lambda *_: "",
 ) -> Iterator[SweepPoint]:
     """Measure one point after the other. A point without figures is a row like any other; an
-    interrupted one is not, so that it is measured when the sweep is resumed."""
+    interrupted one is not, so that it is measured when the sweep is resumed. `left` says how long
+    points will take, given the last run there was."""
+    last = None
     for number, each in enumerate(todo, 1):
-        say(f"point {number} of {len(todo)}: {each.place}")
-        yield measured(each, plan, measure)
+        say(f"point {number} of {len(todo)}: {each.place}{left(last, todo[number - 1 :])}")
+        point = measured(each, plan, measure)
+        last = point.run or last
+        yield point
 
 
 def measured(todo: Todo, plan: dict[str, Any], measure: Measure) -> SweepPoint:

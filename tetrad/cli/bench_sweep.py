@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tetrad.bench.sweep_options import BenchSweepConfig
@@ -30,7 +32,11 @@ ESSENTIAL = (0, 1, 3, 5, 8, 10, 14)
 
 def _bench_sweep(config: BenchSweepConfig) -> int:
     """Measure the points that are missing, show all. One that is not ok is a BenchFailure."""
+    import uvloop
+
     from tetrad.bench import sweep, sweep_find
+    from tetrad.bench.outlook import in_words
+    from tetrad.bench.sweep_outlook import first_look, left
 
     bench_files.check_folders(config, results=config.results)
     plan = sweep.plan_of(config)
@@ -41,6 +47,7 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
     for line in without_effect(config):
         narrator.say(line)
     measure, done = _measure(narrator), {}
+    begun_s = time.monotonic()
     if config.find is not None:
         steps = sweep_find.search(config, found, plan, measure, narrator.say)
     else:
@@ -49,13 +56,16 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
         if done:
             narrator.say(f"{len(done)} of {len(todo)} points are in {config.results} and stay")
         missing = [each for each in todo if each.place not in done]
-        steps = sweep.run(missing, plan, measure, narrator.say)
+        outlook = partial(left, uvloop.run(first_look(missing, narrator)))
+        steps = sweep.run(missing, plan, measure, narrator.say, outlook)
     try:
         for point in steps:
             done[point.place] = point
             if point.place not in found:
                 _keep(point, config)
     finally:
+        took = in_words(time.monotonic() - begun_s)
+        narrator.say(f"points measured: {len(done.keys() - found.keys())}, in {took}")
         shown = _in_order(done.values(), config)
         show(shown, config)
     if config.find is not None:
