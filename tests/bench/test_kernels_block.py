@@ -133,11 +133,23 @@ def test_no_choice_of_experts_hangs_on_rounding(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_order_of_launches_has_no_products():
-    """A backend that gathers and scatters; one that sums elsewhere; a profiler that saw nothing."""
-    more = [("sort_kernel", 1.0), ("gather", 1.0), ("product", 1.0), ("product", 1.0)]
-    assert block_time(launches(*more, ("reduce_kernel", 1.0)), 9.0) is None
-    assert block_time(launches(("sort_kernel", 1.0), ("product", 1.0)), 9.0) is None
+    """A backend that sorts otherwise; one that quantises between; a profiler that saw nothing."""
+    products = [("quantize_kernel", 1.0), ("fp4_product", 1.0)] * 2
+    assert block_time(launches(("gather", 1.0), ("reduce_kernel", 1.0)), 9.0) is None
+    assert (
+        block_time(launches(("sort_kernel", 1.0), *products, ("reduce_kernel", 1.0)), 9.0) is None
+    )
     assert block_time([], 9.0) is None
+
+
+@pytest.mark.parametrize("names", [["grouped_gemm"] * 2, [], ["quantize_kernel", "grouped_gemm"]])
+def test_an_unknown_product_is_told(names: list[str]):
+    """A kernel with another name once made the comparison disappear in silence."""
+    named = ["sort_kernel", *names, "reduce_kernel"]
+    with pytest.raises(AssertionError, match="PRODUCTS must name"):
+        block_time(launches(*((name, 1.0) for name in named)), 9.0)
+    with pytest.raises(AssertionError, match="PRODUCTS must name"):
+        block_time(launches(("sort_kernel", 1.0), ("grouped_product", 1.0)), 9.0)
 
 
 def test_the_other_ops_take_their_first_backend_that_can_run():

@@ -34,8 +34,8 @@ def plan(**changes: Any) -> RankBench:
     values: dict[str, Any] = {
         "arch": ARCH, "model": "abacus", "model_layers": 6, "ranks": EIGHT, "batches": (16,),
         "query_len": 1, "context": 100, "routing": "random", "seed": 0, "forced": {},
-        "tb_per_s": 0.01, "tflops": 0.05, "link_gb_per_s": 10.0, "dtype": torch.float32,
-        "keys": ACTIVATION,
+        "tb_per_s": 0.01, "tflops": 0.05, "link_gb_per_s": 10.0, "link_call_us": 0.0,
+        "dtype": torch.float32, "keys": ACTIVATION,
         "device": CPU, "budget_s": 1.0, "command": "tetrad bench rank",
     }  # fmt: skip
     return RankBench(**(values | changes))
@@ -77,6 +77,16 @@ def test_a_step_receives_what_it_receives_once():
         "join_vocab": logits,
     }  # fmt: skip
     assert row.link_us == pytest.approx((11 * sent + 5 * slots + logits) / 10e3)
+
+
+def test_the_link_s_price_is_its_bytes_and_each_collective_s_latency():
+    """12 collectives of 25 µs beside a step of 4000."""
+    bare, late = (rows(plan(link_call_us=us))[0] for us in (0.0, 25.0))
+    assert (bare.latency_us, late.latency_us) == (0.0, 300.0)
+    assert bare.link_us == late.link_us
+    assert bare.tokens_per_s_with_link == pytest.approx(16e6 / (4000 + bare.link_us))
+    assert late.tokens_per_s_with_link == pytest.approx(16e6 / (4300 + bare.link_us))
+    assert late.tokens_per_s == bare.tokens_per_s
 
 
 def test_every_op_of_a_step_is_seen_in_its_part():

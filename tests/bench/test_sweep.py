@@ -40,15 +40,16 @@ def test_every_pair_is_a_point_and_takes_every_flag_of_the_run():
 
 
 def test_repetitions_are_rows_of_their_own_with_prompts_of_their_own():
-    seen: list[int] = []
+    seen: list[tuple[str, int]] = []
     todo = sweep.points(config(concurrency="8,16", repeat=2))
 
-    def behave(each: BenchServeConfig, repetition: int) -> BenchRun:
-        seen.append(repetition)
+    def behave(each: BenchServeConfig, place: Place) -> BenchRun:
+        seen.append((place.setting, place.repetition))
         return good_run()
 
     assert len(list(sweep.run(todo, {}, behave, lambda line: None))) == 4
-    assert seen == [0, 1, 0, 1]
+    low, high = "concurrency 8", "concurrency 16"
+    assert seen == [(low, 1), (low, 2), (high, 1), (high, 2)]
     assert [str(each.place) for each in todo] == [
         "concurrency 8", "concurrency 8, run 2", "concurrency 16", "concurrency 16, run 2",
     ]  # fmt: skip

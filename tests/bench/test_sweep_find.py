@@ -18,7 +18,7 @@ def config(**options) -> BenchSweepConfig:
     return BenchSweepConfig.parse({"find": "max-throughput", **options})
 
 
-def server(each: BenchServeConfig, _: int) -> BenchRun:
+def server(each: BenchServeConfig, _: Place) -> BenchRun:
     """TPOT is 10 ms and 0.1 ms more for each request in flight; 1000 is its most throughput."""
     count = each.max_concurrency or 0
     tpot_ms = 10 + 0.1 * count
@@ -66,7 +66,7 @@ def test_points_there_are_are_not_measured_again():
     options = config(under="tpot:20")
     points = searched(options)
 
-    def never(each: BenchServeConfig, _: int) -> BenchRun:
+    def never(each: BenchServeConfig, _: Place) -> BenchRun:
         raise AssertionError
 
     again = searched(options, never, {point.place: point for point in points})
@@ -87,10 +87,10 @@ def test_a_bound_that_nothing_keeps_is_told_with_what_was_measured():
 
 
 def test_a_server_that_has_gone_ends_the_search():
-    def dies(each: BenchServeConfig, n: int) -> BenchRun:
+    def dies(each: BenchServeConfig, place: Place) -> BenchRun:
         if each.max_concurrency == 4:
             raise BenchFailure("No server answers.")
-        return server(each, n)
+        return server(each, place)
 
     points = searched(config(), dies)
     assert counts(points) == [1, 2, 4]
@@ -99,8 +99,8 @@ def test_a_server_that_has_gone_ends_the_search():
 
 
 def test_a_point_whose_requests_fail_is_too_much():
-    def refuses(each: BenchServeConfig, n: int) -> BenchRun:
-        run = server(each, n)
+    def refuses(each: BenchServeConfig, place: Place) -> BenchRun:
+        run = server(each, place)
         if each.max_concurrency is not None and each.max_concurrency > 10:
             failure = {"kind": "timeout", "count": 1, "example": "slow", "example_request": 0}
             return BenchRun.model_validate({**run.model_dump(), "failed": 1, "failures": [failure]})

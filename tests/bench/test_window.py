@@ -97,10 +97,12 @@ def test_the_table_of_repetitions():
 
 def test_repetitions_have_other_prompts_and_the_same_shape():
     seeds = Seeds(shape=1, content=1)
-    drawn = [seeds.of_repetition(number) for number in range(3)]
+    drawn = [seeds.of_run(number) for number in range(3)]
     assert drawn[0] == seeds
     assert {s.shape for s in drawn} == {1}
     assert len({s.content for s in drawn} | {s.content + 1 for s in drawn}) == 6
+    other = Seeds(shape=3, content=3)
+    assert not {s.content for s in drawn} & {other.of_run(number).content for number in range(3)}
 
 
 def test_every_definition_is_in_the_docs():

@@ -7,6 +7,7 @@ import json
 import re
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from tests.bench.test_failures import config, prompts, run
 from tetrad.bench.client import Client, Load, run_load
+from tetrad.bench.wire import Connection, Pool
 from tetrad.core.records import BenchRun
 
 __all__ = ["prompts"]
@@ -166,3 +168,25 @@ async def test_the_load_goes_over_tls(tmp_path, monkeypatch):
         result = await run_load(Client(url, {}, 10.0), load, lambda _: None)
     assert [trace.failure for trace in result.traces] == [None] * 4
     assert [trace.body() for trace in result.traces] == [events()] * 4
+
+
+async def test_a_connection_of_its_own_is_part_of_a_request_s_latencies(prompts, monkeypatch):
+    """Open loops connect within the measured time, and TTFT once began when they had; requests on
+    an open connection begin as ever."""
+    begun: list[float] = []
+    connect = Pool.connect
+
+    async def watched(pool: Pool) -> Connection:
+        begun.append(time.perf_counter())
+        return await connect(pool)
+
+    monkeypatch.setattr(Pool, "connect", watched)
+    monkeypatch.setattr("tetrad.bench.client.OPENED_AHEAD_S", -1.0)
+    answer = CHUNKED + chunked(events())
+    async with playing(lambda writer: in_pieces(writer, answer, 4096)) as url:
+        load = Load("/v1/chat/completions", [b"{}"] * 3, [0.0] * 3, max_concurrency=1)
+        result = await run_load(Client(url, {}, 5.0), load, lambda trace: None)
+    first, second, third = result.traces
+    assert len(begun) == 1
+    assert first.origin + first.sent_s <= begun[0]
+    assert first.ended_s <= second.sent_s < second.ended_s <= third.sent_s

@@ -23,9 +23,19 @@ def test_tables_and_what_they_mean(tetrad):
     for word in (
         *("A step of 8 sequences", "A step of 16 sequences", "experts", "mla", "of limit"),
         *("tok/s with link", "rank=3", "6 of 6 layers", "0.01 TB/s", "as stated"),
-        *("5 dispatch, 5 combine", "without latency"),
+        *("5 dispatch, 5 combine", "without overlap", "latency ms"),
+        "bandwidth only: each µs of latency (--link-us) would add 0.012 ms",
     ):
         assert word in out, word
+
+
+def test_latency_stands_beside_bandwidth(tetrad):
+    code, out, _ = tetrad(*RANK, "--batch", "8", "--context", "70", *EIGHT, "--link-us", "2500")
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if line.startswith("│     8 │")]
+    assert row.split("│")[-3].strip() == "30.00"
+    assert "without overlap, 2500 µs of latency each." in out
+    assert "bandwidth only" not in out
 
 
 def test_records_are_lines_of_json(tetrad, tmp_path: Path):
@@ -67,6 +77,7 @@ def test_the_embedded_model_goes_by_its_name(tetrad):
         (("--ranks", ""), "a layout was expected, such as tp=8"),
         (("--batch", "1000000"), "sequences with 256 each take 623 GB, and cpu has"),
         (("--link-gb-per-s", "inf"), "--link-gb-per-s inf: input should be a finite number."),
+        (("--link-us", "-1"), "--link-us -1.0: input should be greater than or equal to 0."),
         (("--link-gb-per-s", "nan"), "--link-gb-per-s nan: input should be a finite number."),
     ],
 )

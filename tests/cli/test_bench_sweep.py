@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 
 import pytest
 
@@ -17,6 +18,7 @@ from tetrad.cli.bench_sweep import show
 from tetrad.core.records import Latencies
 from tetrad.core.spread import Spread
 from tetrad.core.sweep_records import Place, SweepPoint
+from tetrad.data import embedded_model
 
 
 @pytest.fixture
@@ -38,11 +40,14 @@ def test_points_are_measured_once_and_new_ones_are_added(tetrad, arguments, tmp_
         arguments += ["--base-url", url, "--api-key", "geheim"]
         code, out, err = tetrad(*arguments, "--concurrency", "1,2")
         assert code == 0, err
-        assert "point 2 of 2: concurrency 2" in err
+        assert "point 1 of 2: concurrency 1\n" in err
+        assert re.search(r"point 2 of 2: concurrency 2, about \d+ s left\n", err)
+        assert re.search(r"\npoints measured: 2, in \d+ s\n", err)
         assert len(server.bodies) == 8
         code, out, err = tetrad(*arguments, "--concurrency", "1,2,4")
     assert code == 0
     assert "2 of 3 points are in" in err
+    assert re.search(r"\npoints measured: 1, in \d+ s\n", err)
     assert len(server.bodies) == 12
     for count in (1, 2, 4):
         assert f"concurrency {count}" in out
@@ -89,6 +94,45 @@ def test_a_search_ends_with_a_sentence(tetrad, arguments, tmp_path):
     assert code == 6
     assert "No concurrency keeps median E2E 0.001 ms: at concurrency 1 median E2E is" in err
     assert len(rows(tmp_path / "r.jsonl")) == num_points
+
+
+@pytest.mark.parametrize("points", [["1,2", "--repeat", "2"], ["1,4", "--find", "max-throughput"]])
+def test_with_a_seed_no_point_has_the_prompts_of_another(tetrad, tmp_path, points: list[str]):
+    """Later points once found every prompt in the cache of the server."""
+    load = ["--seed", "5", "--random-input-len", "9", "--random-output-len", "8", "--ready", "0.1"]
+    model = ["--tokenizer", str(embedded_model()), "--results", str(tmp_path / "r.jsonl")]
+    sent = []
+    for _ in range(2):
+        server = MockServer()
+        with beside(server) as url:
+            where = ["--base-url", url, "--concurrency", *points]
+            code, _, err = tetrad("bench", "sweep", *load, *model, *where)
+        assert code == 0, err
+        assert ("point 1 of 4: concurrency 1, about " in err) == ("--repeat" in points)
+        sent.append([str(body["input_ids"]) for body in server.bodies])
+        (tmp_path / "r.jsonl").unlink()
+    assert len(set(sent[0])) == len(sent[0]) >= 22
+    assert set(sent[0][:22]) == set(sent[1][:22]), "the same sweep sends the same prompts"
+
+
+def test_points_that_measured_the_cache_are_told(capsys):
+    def told(dataset: str, *tokens: int) -> str:
+        workload = run().workload.model_copy(update={"dataset": dataset})
+        runs = [run(workload=workload, cached_tokens=cached) for cached in tokens]
+        points = [
+            point.model_copy(update={"place": Place(concurrency=2**number)})
+            for number, point in enumerate(alone(runs, 0))
+        ]
+        show(points, BenchSweepConfig.parse({"concurrency": "1,2,4"}))
+        return str(capsys.readouterr().out)
+
+    said = told("random", 0, 7127, 4096)
+    assert "2 of 3 runs found their prompts" in said
+    assert "prefix cache, concurrency 2 87.0% of the tokens" in said
+    assert "--cache-bust" not in said
+    assert "--cache-bust begins each differently" in told("custom", 0, 8192)
+    assert "prefix cache" not in told("random", 0, 400)
+    assert "prefix cache" not in told("generated-shared-prefix", 0, 8000)
 
 
 def test_a_changed_plan_stops_before_any_request(tetrad, arguments):

@@ -141,6 +141,17 @@ def test_what_a_foreign_flag_is_told_to_be_here_is_a_flag():
     assert named <= flags
 
 
+CARRIED_OVER = (
+    *("--enable-ep-moe", "--enable-deepep-moe", "--fp8-gemm-backend", "--fp4-gemm-backend"),
+    *("--skip-server-warmup", "--disable-shared-experts-fusion", "--enable-flashinfer-autotune"),
+    *("--cuda-graph-backend-decode", "--disable-piecewise-cuda-graph", "--decode-log-interval"),
+    *("--attn-dp-size", "--node-rank", "--base-gpu-id", "--model-loader-extra-config"),
+    *("--enable-expert-parallel", "--data-parallel-size-local", "--kv-offloading-size"),
+    *("--calculate-kv-scales", "--enable-prompt-tokens-details", "--headless", "--mm-processor-x"),
+)
+"""What launch scripts for these models carry, of SGLang and of vLLM."""
+
+
 def test_a_flag_is_meant_by_a_typo_or_an_abbreviation_and_by_nothing_else():
     known = ["--port", "--tp", "--max-total-tokens", "--max-running-requests"]
     assert meant("--prot", known) == "--port"
@@ -180,6 +191,8 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--port", "x"], 'Invalid value for --port: unable to convert "x" into int.'),
         (["serve", "--port", "70000"], "--port 70000: input should be less than or equal to 65535"),
         (["serve", "--device", "gpu"], 'Choose from: "auto", "cpu", "cuda".'),
+        (["quantize", "a", "--target"], "--target requires an argument."),
+        (["serve", "--port"], "--port requires an argument."),
         (["serve", "a", "b"], "Too many words, from 'b' on"),
         (["chat", "What", "is", "3+5"], "from 'is 3+5' on; quote a text of several."),
         (["serve", "--trust-remote-code"], "tetrad serve has no --trust-remote-code: no code in"),
@@ -189,6 +202,9 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--max-num-seqs=4"], "--max-num-seqs: its name here is --max-running-requests"),
         (["serve", "--enable-auto-tool-choice"], "tool calls are read whenever a request names"),
         (["serve", "--schedule-policy", "lpm"], "requests go first come, first served, or with"),
+        *((["serve", flag, "x"], f"tetrad serve has no {flag}: ") for flag in CARRIED_OVER),
+        (["serve", "--tokenizer-worker-num=4"], "--api-workers is the number of processes"),
+        (["serve", "--attn-dp-size=8"], "no --attn-dp-size: this version runs on one device"),
         (["serve", "--max-wood"], "Unknown option: --max-wood. `tetrad serve --help` lists all."),
         (["serve", "--quantization", "modelopt_fp4"], "each tensor is read from the checkpoint"),
         (["bench", "serve", "--profil"], "`tetrad bench serve --help` lists all."),

@@ -74,11 +74,13 @@ def test_small_files_make_shards(tetrad: Run, source: Path, tmp_path: Path):
     assert len(list(target.glob("*.safetensors"))) > 1
 
 
-@pytest.mark.parametrize("missing", [("quantize",), ("quantize", "somewhere")])
-def test_both_folders_must_be_named(tetrad: Run, missing: tuple[str, ...]):
-    code, _, err = tetrad(*missing)
+@pytest.mark.parametrize(
+    ("given", "missing"), [((), "SOURCE"), (("x",), "TARGET"), (("x", "--force"), "TARGET")]
+)
+def test_both_folders_must_be_named(tetrad: Run, given: tuple[str, ...], missing: str):
+    code, _, err = tetrad("quantize", *given)
     assert code == 2
-    assert "requires an argument" in err
+    assert err == f"error: {missing} is missing: tetrad quantize [OPTIONS] SOURCE TARGET.\n"
 
 
 def test_a_folder_that_is_not_there(tetrad: Run, tmp_path: Path):

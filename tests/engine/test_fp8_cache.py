@@ -96,12 +96,17 @@ def test_the_cache_takes_what_its_pages_say(folder: Path):
     ("name", "sentence"),
     [
         ("fp8_e5m2", r"--kv-cache-dtype fp8_e5m2: it rounds .* fp8_e4m3 works\.$"),
-        ("fp8", r"--kv-cache-dtype fp8: expected one of auto, bfloat16, fp8_e4m3"),
+        ("fp9", r"--kv-cache-dtype fp9: expected one of auto, bfloat16, fp8_e4m3"),
     ],
 )
 def test_unknown_types_are_refused(name: str, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         ServeConfig.parse({"kv_cache_dtype": name})
+
+
+def test_types_go_by_the_names_of_sglang_and_vllm():
+    for name, ours in (("bf16", "bfloat16"), ("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3")):
+        assert ServeConfig.parse({"kv_cache_dtype": name}).kv_cache_dtype == ours
 
 
 def test_bfloat16_keys_beside_other_activations_are_refused(folder: Path):

@@ -236,7 +236,8 @@ class Sender:
 
     def _launch(self, index: int, due_s: float) -> None:
         ready_s = max(due_s, self._free_since_s)
-        trace = Trace(index, due_s=due_s, ready_s=ready_s, origin=self._origin)
+        sent_s = time.perf_counter() - self._origin
+        trace = Trace(index, due_s=due_s, ready_s=ready_s, sent_s=sent_s, origin=self._origin)
         self._traces.append(trace)
         self._free -= 1
         connection = self._pool.take()
@@ -252,7 +253,6 @@ class Sender:
         task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, trace: Trace) -> None:
-        trace.sent_s = time.perf_counter() - self._origin
         try:
             connection = await self._pool.connect()
         except (OSError, TimeoutError) as error:

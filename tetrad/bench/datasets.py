@@ -29,12 +29,16 @@ def build(config: BenchServeConfig, seeds: Seeds, vocabulary: Vocabulary | None)
             return prompts
         rng = random.Random(f"marks {seeds.content}")
         return _busted(prompts, rng)
-    covers = covered(parse_profile(config.rate_profile)) if config.rate_profile else None
-    count = config.num_prompts or covers or DEFAULT_NUM_PROMPTS
-    lengths = random_lengths(config, count, seeds.shape)
+    lengths = random_lengths(config, num_random(config), seeds.shape)
     if config.dataset_path is not None:
         return _cut_to_length(config, lengths, seeds, known(vocabulary))
     return draw(config, lengths, seeds.content, vocabulary)
+
+
+def num_random(config: BenchServeConfig) -> int:
+    """Prompts of the random datasets."""
+    covers = covered(parse_profile(config.rate_profile)) if config.rate_profile else None
+    return config.num_prompts or covers or DEFAULT_NUM_PROMPTS
 
 
 def _busted(prompts: list[Prompt], rng: random.Random) -> list[Prompt]:

@@ -8,6 +8,8 @@ DEFINITIONS: dict[str, str] = {
     "duration": "first request due until last answer complete.",
     "throughput": "requests, prompt tokens or output tokens of successes / duration.",
     "TTFT": "first token read - request sent.",
+    "sent": "given to an open connection, or its own connection begun: connections are opened "
+    "ahead for what is due in the first second and used again, so most requests find one.",
     "E2E": "last token read - request sent.",
     "TPOT": "(E2E - TTFT) / (output tokens - 1); requests with one token are left out.",
     "ITL": "gap before an event / tokens it brought, once for each of them; between events where "

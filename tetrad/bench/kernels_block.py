@@ -23,10 +23,16 @@ from tetrad.kernels.backend import Backend, Check, Op
 from tetrad.kernels.contract import BITS_PER_WEIGHT, Argument, Case, Contract
 from tetrad.kernels.device import snapshot
 from tetrad.kernels.draw import Draw
+from tetrad.kernels.experts import gluon, triton
+from tetrad.kernels.experts.gluon_persistent import persistent_product
+from tetrad.kernels.experts.triton_fp4 import fp4_product
+from tetrad.kernels.experts.triton_quantize import quantize_kernel
+from tetrad.kernels.reduce_experts.triton import reduce_kernel
 from tetrad.kernels.registry import OPS
 from tetrad.kernels.route import check as route
 from tetrad.kernels.select import OP_NAMES, OpSet
 from tetrad.kernels.shapes import Load
+from tetrad.kernels.sort_tokens.triton import sort_kernel
 from tetrad.layers.moe import Moe
 from tetrad.layers.norm import formed
 from tetrad.layers.source import WeightLedger, WeightSource
@@ -36,6 +42,11 @@ SKEW = 0.2
 """Standard deviation of the router's bias where routing is skewed: that of its scores."""
 CLEAR_GAP = 2e-5
 """Between the score of the last expert chosen and the next; fp32 sums differ by a tenth of it."""
+SORT, SUM = sort_kernel.__name__, reduce_kernel.__name__
+QUANTISE = quantize_kernel.__name__
+_KERNELS = (gluon.grouped_product, persistent_product, triton.grouped_product, fp4_product)
+PRODUCTS = {kernel.__name__ for kernel in _KERNELS}
+"""Launches as a profiler names them."""
 TARGET_RATIO, TARGET_US = 1.15, 12.0
 """What a block may take: so many times its grouped products, and so much more."""
 
@@ -272,15 +283,17 @@ _CONTRACT = Contract(
 
 def block_time(launches: Sequence[LaunchTime], median_us: float) -> BlockTime | None:
     """A block compared with its two grouped products, which run between sorting and the last sum,
-    each in one launch or two. None where a backend does not sort and sum so."""
+    each in one launch or two. None where a backend does not sort so, or quantises in between."""
     names = [launch.name for launch in launches]
-    sorts = [place for place, name in enumerate(names) if "sort_kernel" in name]
-    sums = [place for place, name in enumerate(names) if "reduce_kernel" in name]
-    if len(sorts) != 1 or not sums:
+    if SORT not in names:
         return None
-    between = launches[sorts[0] + 1 : sums[-1]]
-    if not between or not all("_product" in launch.name for launch in between):
+    last = max((place for place, name in enumerate(names) if name == SUM), default=0)
+    between = launches[names.index(SORT) + 1 : last]
+    others = {launch.name for launch in between} - PRODUCTS
+    if others == {QUANTISE}:
         return None
+    if others or not between:
+        raise AssertionError(f"PRODUCTS must name what runs between sort and sum: {names}")
     grouped_us = sum(launch.us for launch in between)
     return BlockTime(
         grouped_us=grouped_us,

@@ -43,10 +43,14 @@ class Plan:
 
 
 async def prepare(
-    config: BenchServeConfig, client: Client, say: Callable[[str], None], repetition: int = 0
+    config: BenchServeConfig,
+    client: Client,
+    say: Callable[[str], None],
+    repetition: int = 0,
+    setting: str = "",
 ) -> Plan:
     """Read the file, look at the server, draw the prompts, write the bodies; others for each
-    `repetition`.
+    `repetition` of each `setting` of a sweep.
 
     Raises BenchFailure when no server answers, ConfigError when the workload cannot be sent.
     """
@@ -59,7 +63,7 @@ async def prepare(
     vocabulary = _vocabulary(config, found.tokenizer, say)
     if found.silence and vocabulary is None and config.dataset_name not in FILES:
         raise BenchFailure(found.silence)
-    seeds = Seeds.of(config).of_repetition(repetition)
+    seeds = Seeds.of(config).of_run(repetition, setting)
     prompts = build(config, seeds, vocabulary)
     bodies = [write_body(config, model, prompt) for prompt in prompts]
     say(f"{config.backend} at {config.url}, model {model or 'not named'}")

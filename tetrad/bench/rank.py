@@ -66,6 +66,7 @@ class RankBench:
     """None: measured."""
     tflops: float | None
     link_gb_per_s: float
+    link_call_us: float
     dtype: torch.dtype
     keys: KeyFormat
     device: torch.device
@@ -225,6 +226,7 @@ class Stage:
             "tb_per_s": self.rates.tb_per_s,
             "tflops": self.rates.tflops,
             "link_gb_per_s": self.rates.link_gb_per_s,
+            "link_call_us": plan.link_call_us,
             "model": plan.model,
             "num_layers": self.model.arch.num_layers,
             "model_layers": plan.model_layers,

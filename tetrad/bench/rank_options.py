@@ -82,6 +82,13 @@ class BenchRankConfig(Config):
         group="Limits",
         gt=0,
     )
+    link_us: float = option(
+        0.0,
+        "Latency of one collective, in microseconds, added to its bytes' time; 0 counts bandwidth "
+        "only.",
+        group="Limits",
+        ge=0,
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "Type of activations; auto is bfloat16 on a GPU and float32 on a CPU.",

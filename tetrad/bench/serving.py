@@ -59,8 +59,11 @@ async def bench_repeats(config: BenchServeConfig, watch: Watch) -> list[BenchRun
     return runs
 
 
-async def bench_serve(config: BenchServeConfig, watch: Watch, repetition: int = 0) -> BenchRun:
-    """Measure the server once. Cancelling the task ends the load and returns what was measured so
+async def bench_serve(
+    config: BenchServeConfig, watch: Watch, repetition: int = 0, setting: str = ""
+) -> BenchRun:
+    """Measure the server once, with prompts that no other `repetition` and no other `setting` of a
+    sweep has. Cancelling the task ends the load and returns what was measured so
     far.
 
     Raises BenchFailure when no server answers or no warm-up request succeeds, ConfigError when the
@@ -68,7 +71,7 @@ async def bench_serve(config: BenchServeConfig, watch: Watch, repetition: int = 
     """
     client = Client(config.url, config.headers, config.request_timeout_sec)
     try:
-        plan = await prepare(config, client, watch.say, repetition)
+        plan = await prepare(config, client, watch.say, repetition, setting)
         await warm_up(plan, client, watch)
         if config.warmup_until_steady and repetition == 0:
             await warm_until_steady(plan, client, watch)

@@ -41,6 +41,10 @@ NO_PART_OF_A_PLAN = {
 """Secrets, which stay out of files, and options that change no figure. Points may be added."""
 
 
+Measure = Callable[[BenchServeConfig, Place], BenchRun]
+"""The run of a point, whose prompts are the place's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Todo:
     """A point and the run that measures it."""
@@ -145,26 +149,28 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
 def run(
     todo: Sequence[Todo],
     plan: dict[str, Any],
-    measure: Callable[[BenchServeConfig, int], BenchRun],
+    measure: Measure,
     say: Callable[[str], None],
+    left: Callable[[BenchRun | None, Sequence[Todo]], str] = lambda *_: "",
 ) -> Iterator[SweepPoint]:
     """Measure one point after the other. A point without figures is a row like any other; an
-    interrupted one is not, so that it is measured when the sweep is resumed. `measure` gets the
-    number of the repetition, from 0."""
+    interrupted one is not, so that it is measured when the sweep is resumed. `left` says how long
+    points will take, given the last run there was."""
+    last = None
     for number, each in enumerate(todo, 1):
-        say(f"point {number} of {len(todo)}: {each.place}")
-        yield measured(each, plan, measure)
+        say(f"point {number} of {len(todo)}: {each.place}{left(last, todo[number - 1 :])}")
+        point = measured(each, plan, measure)
+        last = point.run or last
+        yield point
 
 
-def measured(
-    todo: Todo, plan: dict[str, Any], measure: Callable[[BenchServeConfig, int], BenchRun]
-) -> SweepPoint:
+def measured(todo: Todo, plan: dict[str, Any], measure: Measure) -> SweepPoint:
     """One point, whatever comes of it. Raises KeyboardInterrupt when it was cut off."""
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     status: Status = "failed"
     result = None
     try:
-        result = measure(todo.config, todo.place.repetition - 1)
+        result = measure(todo.config, todo.place)
     except BenchFailure as error:
         detail = str(error)
     else:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tetrad.bench import sweep
-from tetrad.bench.options import BenchServeConfig
 from tetrad.bench.sweep_options import BenchSweepConfig, Bound
 from tetrad.core.errors import BenchFailure
 from tetrad.core.records import BenchRun
@@ -78,7 +77,7 @@ def search(
     config: BenchSweepConfig,
     found: Mapping[Place, SweepPoint],
     plan: dict[str, Any],
-    measure: Callable[[BenchServeConfig, int], BenchRun],
+    measure: sweep.Measure,
     say: Callable[[str], None],
 ) -> Iterator[SweepPoint]:
     """Points in the order they are tried, those of `found` as they are. It ends early at a point

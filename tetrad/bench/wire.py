@@ -40,6 +40,8 @@ class Trace:
     ready_s: float = 0.0
     """Due, and below the cap on requests in flight: when it should have been sent."""
     sent_s: float = 0.0
+    """On an open connection, or to get one: as clients on aiohttp have it, what a request's own
+    connection takes is part of its latencies."""
     ended_s: float = 0.0
     status: int = 0
     content_type: str = ""
@@ -135,7 +137,6 @@ class Connection(asyncio.Protocol):
         assert self.transport is not None
         self.trace = trace
         self._pool.active.add(self)
-        trace.sent_s = time.perf_counter() - trace.origin
         self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:

@@ -49,9 +49,14 @@ class Seeds:
             return cls(config.seed, config.seed)
         return cls(DEFAULT_SEED, secrets.randbits(32))
 
-    def of_repetition(self, number: int) -> Seeds:
-        """Other content, of the same shape; the warm-up has the seed after the content's."""
-        return replace(self, content=self.content + 2 * number)
+    def of_run(self, number: int, setting: str = "") -> Seeds:
+        """Other content, of the same shape, for each repetition and each setting of a sweep: no
+        prompt may be in the server's cache because an earlier run sent it. The warm-up has the
+        seed after the content's."""
+        if not number and not setting:
+            return self
+        rng = random.Random(f"{self.content} {number} {setting}")
+        return replace(self, content=rng.getrandbits(32))
 
 
 def random_lengths(config: BenchServeConfig, count: int, seed: int) -> list[tuple[int, int]]:

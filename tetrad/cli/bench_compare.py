@@ -21,6 +21,7 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     """Measure in turns, print. Figures that must not be used are a BenchFailure."""
     import uvloop
 
+    from tetrad.bench import cached
     from tetrad.bench.compare import compare, comparison, table, turns
     from tetrad.bench.outlook import first_look, left
     from tetrad.bench.serving import bench_serve
@@ -46,7 +47,8 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     for run in runs:
         if run.failed > config.allow_failures:
             refuse(run, config.allow_failures)
-    print("", *table(comparison(pairs)), sep="\n")
+    named = [(f"run {number}", run) for number, run in enumerate(runs, 1)]
+    print("", *table(comparison(pairs)), *cached.note(named), sep="\n")
     for run in runs:
         refuse(run, config.allow_failures)
     if isinstance(ended_by, TetradError):

@@ -74,6 +74,7 @@ def _plan(config: BenchRankConfig) -> RankBench:
         tb_per_s=config.tb_per_s,
         tflops=config.tflops,
         link_gb_per_s=config.link_gb_per_s,
+        link_call_us=config.link_us,
         dtype=dtype,
         keys=key_format(
             config.kv_cache_dtype,
@@ -101,7 +102,7 @@ def step_table(rows: list[RankTiming]) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in (
         *("batch", "own", "ms a step", "p10 to p90", "launches", "limit ms", "of limit"),
-        *("ops ms", "tok/s", "link MB", "link ms", "tok/s with link"),
+        *("ops ms", "tok/s", "link MB", "link ms", "latency ms", "tok/s with link"),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -118,6 +119,7 @@ def step_table(rows: list[RankTiming]) -> Table:
             f"{row.tokens_per_s:,.0f}",
             f"{sum(row.link_bytes.values()) / 1e6:.1f}",
             f"{row.link_us / 1e3:.2f}",
+            f"{row.latency_us / 1e3:.2f}" if row.latency_us else "",
             f"{row.tokens_per_s_with_link:,.0f}",
         )
     return table
@@ -185,9 +187,13 @@ def _communication(row: RankTiming) -> list[str]:
     if not row.link_calls:
         return []
     named = ", ".join(f"{number} {name}" for name, number in row.link_calls.items())
+    latency = f"{row.link_call_us:g} µs of latency each"
+    if not row.link_call_us:
+        per_us = sum(row.link_calls.values()) / 1e3
+        latency = f"bandwidth only: each µs of latency (--link-us) would add {per_us:g} ms"
     return [
-        f"Communication is not sent: {named} a step are priced by their bytes at "
-        f"{row.link_gb_per_s:g} GB/s, without latency and without overlap."
+        f"ms a step is without communication, which is not sent: {named} a step are priced by "
+        f"their bytes at {row.link_gb_per_s:g} GB/s, without overlap, {latency}."
     ]
 
 

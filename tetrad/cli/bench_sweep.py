@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tetrad.bench.sweep_options import BenchSweepConfig
@@ -16,8 +18,9 @@ from tetrad.core.errors import BenchFailure
 
 if TYPE_CHECKING:
     from tetrad.bench.options import BenchServeConfig
+    from tetrad.bench.sweep import Measure
     from tetrad.core.records import BenchRun
-    from tetrad.core.sweep_records import SweepPoint
+    from tetrad.core.sweep_records import Place, SweepPoint
 
 PLAIN_WIDTH = 250
 """Columns of the table where there is no terminal to ask: enough for the longest names."""
@@ -29,7 +32,11 @@ ESSENTIAL = (0, 1, 3, 5, 8, 10, 14)
 
 def _bench_sweep(config: BenchSweepConfig) -> int:
     """Measure the points that are missing, show all. One that is not ok is a BenchFailure."""
+    import uvloop
+
     from tetrad.bench import sweep, sweep_find
+    from tetrad.bench.outlook import in_words
+    from tetrad.bench.sweep_outlook import first_look, left
 
     bench_files.check_folders(config, results=config.results)
     plan = sweep.plan_of(config)
@@ -40,6 +47,7 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
     for line in without_effect(config):
         narrator.say(line)
     measure, done = _measure(narrator), {}
+    begun_s = time.monotonic()
     if config.find is not None:
         steps = sweep_find.search(config, found, plan, measure, narrator.say)
     else:
@@ -48,13 +56,16 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
         if done:
             narrator.say(f"{len(done)} of {len(todo)} points are in {config.results} and stay")
         missing = [each for each in todo if each.place not in done]
-        steps = sweep.run(missing, plan, measure, narrator.say)
+        outlook = partial(left, uvloop.run(first_look(missing, narrator)))
+        steps = sweep.run(missing, plan, measure, narrator.say, outlook)
     try:
         for point in steps:
             done[point.place] = point
             if point.place not in found:
                 _keep(point, config)
     finally:
+        took = in_words(time.monotonic() - begun_s)
+        narrator.say(f"points measured: {len(done.keys() - found.keys())}, in {took}")
         shown = _in_order(done.values(), config)
         show(shown, config)
     if config.find is not None:
@@ -73,13 +84,14 @@ def _in_order(points: Iterable[SweepPoint], config: BenchSweepConfig) -> list[Sw
     return sorted(points, key=lambda point: places.index(point.place))
 
 
-def _measure(narrator: Narrator) -> Callable[[BenchServeConfig, int], BenchRun]:
+def _measure(narrator: Narrator) -> Measure:
     import uvloop
 
     from tetrad.bench.serving import bench_serve
 
-    def measure(config: BenchServeConfig, repetition: int) -> BenchRun:
-        return bench_files.signed(uvloop.run(bench_serve(config, narrator, repetition)))
+    def measure(config: BenchServeConfig, place: Place) -> BenchRun:
+        asked = bench_serve(config, narrator, place.repetition - 1, place.setting)
+        return bench_files.signed(uvloop.run(asked))
 
     return measure
 
@@ -105,6 +117,7 @@ def show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from tetrad.bench import cached
     from tetrad.bench.report_html import HEADINGS, cells
 
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
@@ -121,6 +134,8 @@ def show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
     for point in points:
         if point.detail:
             print(f"{point.place}: {point.detail}")
+    for line in cached.note((str(p.place), p.run) for p in points if p.run is not None):
+        print(line)
     bench_files.write_points(points, config)
 
 

@@ -8,7 +8,13 @@ from __future__ import annotations
 import os
 import sys
 
-from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from tetrad import __version__
 from tetrad.bench.definitions import help_text
@@ -87,6 +93,7 @@ app.command(
 app.command(
     "tetrad.cli.quantize:quantize",
     name="quantize",
+    usage="Usage: tetrad quantize [OPTIONS] SOURCE TARGET",
     help="Turn a bf16 checkpoint into an NVFP4 one.",
     sort_key=5,
 )
@@ -134,6 +141,8 @@ def run(tokens: list[str]) -> int:
     except UnusedCliTokensError as error:
         words = " ".join(error.unused_tokens or ())
         raise UserError(f"Too many words, from {words!r} on; quote a text of several.") from None
+    except MissingArgumentError as error:
+        raise UserError(_missing(error)) from None
     except CycloptsError as error:
         raise UserError(_sentence(error)) from None
     return result if isinstance(result, int) else 0
@@ -176,6 +185,14 @@ def _unknown(error: UnknownOptionError) -> str:
     near = meant(flag, known)
     hint = "" if near is None else f" Did you mean {near}?"
     return f"Unknown option: {flag}.{hint} `tetrad {verb} --help` lists all."
+
+
+def _missing(error: MissingArgumentError) -> str:
+    """A word of the command line, as its help shows it, or the value of a flag."""
+    wanted, form = error.argument, error.app.usage if error.app is not None else None
+    if error.keyword or not form or wanted is None or not wanted.field_info.is_positional:
+        return _sentence(error)
+    return f"{wanted.name.lstrip('-').upper()} is missing: {form.removeprefix('Usage: ')}."
 
 
 def _sentence(error: CycloptsError) -> str:

@@ -41,7 +41,8 @@ def num_expanded(query_lens: Sequence[int], kv_lens: Sequence[int], longest: int
 
 
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
-"""What --kv-cache-dtype takes; SGLang's "bf16" is bfloat16."""
+CACHE_ALIASES = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}
+"""What --kv-cache-dtype takes, and what SGLang and vLLM call the same."""
 
 
 def checked_cache_dtype(name: str) -> str:
@@ -51,7 +52,7 @@ def checked_cache_dtype(name: str) -> str:
             "it rounds a key by up to 1/8 of itself, twice as much as fp8_e4m3 in the same bytes; "
             "fp8_e4m3 works"
         )
-    name = {"bf16": "bfloat16"}.get(name, name)
+    name = CACHE_ALIASES.get(name, name)
     if name not in CACHE_DTYPES:
         listed = ", ".join(CACHE_DTYPES)
         raise ValueError(f"expected one of {listed}.{nearest(name, CACHE_DTYPES)}")

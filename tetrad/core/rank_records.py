@@ -56,6 +56,8 @@ class RankTiming(Record):
     """Of products, as the limits count it."""
     link_gb_per_s: float
     """Stated, never measured."""
+    link_call_us: float = 0.0
+    """Latency of one collective, stated; 0: not counted."""
     model: str
     num_layers: int
     """Run; the model may have more."""
@@ -103,9 +105,15 @@ class RankTiming(Record):
         return self.batch * self.query_len / self.step.median_us * 1e6
 
     @property
+    def latency_us(self) -> float:
+        """Of a step's collectives, one after the other."""
+        return self.link_call_us * sum(self.link_calls.values())
+
+    @property
     def tokens_per_s_with_link(self) -> float:
         """Of the whole deployment, communication added at its price."""
-        return self.batch * self.query_len / (self.step.median_us + self.link_us) * 1e6
+        step_us = self.step.median_us + self.link_us + self.latency_us
+        return self.batch * self.query_len / step_us * 1e6
 
     @property
     def ops_us(self) -> float | None:

@@ -28,7 +28,9 @@ class Place(Record):
     repetition: int = 1
     """Of --repeat."""
 
-    def __str__(self) -> str:
+    @property
+    def setting(self) -> str:
+        """All but the repetition, in words."""
         words = []
         if self.concurrency is not None:
             words.append(f"concurrency {self.concurrency}")
@@ -36,9 +38,11 @@ class Place(Record):
             words.append(f"rate {self.request_rate}")
         if self.input_len is not None:
             words.append(f"lengths {self.input_len}/{self.output_len}")
-        if self.repetition > 1:
-            words.append(f"run {self.repetition}")
         return ", ".join(words)
+
+    def __str__(self) -> str:
+        run = f"run {self.repetition}" if self.repetition > 1 else ""
+        return ", ".join(filter(None, (self.setting, run)))
 
 
 class SweepPoint(Record):
