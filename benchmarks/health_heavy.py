@@ -1,4 +1,5 @@
-"""How long /health takes on a new connection while few clients ask for much.
+"""How long /health takes on a new connection while few clients ask for much (`health.py`: while
+many ask for little).
 
 Starts `tetrad serve --load-format null` with one API process. Other clients ask again and again for
 the largest events, answers and bodies there are, so many at once, read all and look at nothing.
@@ -60,7 +61,7 @@ def cases() -> dict[str, tuple[Call, ...]]:
     many_ids = [3 + i % 1000 for i in range(500_000)]
     escaped = b'{"text": "' + b"\\u4e2d\\n" * 1_000_000 + b'"}'
     long = json.dumps({"text": "\u4e2d\u00e9" * 6_000_000}, ensure_ascii=False).encode()
-    messages = [{"role": "user", "content": "3"} for _ in range(16_000)]
+    messages = [{"role": "user", "content": "3"} for _ in range(8_000)]
     return {
         "events": (native(4000, stream=True),),
         "events of choices": (native(2000, stream=True, sampling={"n": 8}),),
@@ -95,7 +96,6 @@ def raw(call: Call) -> bytes:
 
 async def ask(port: int, requests: Sequence[bytes], begin_at: int, count: list[int]) -> None:
     """One after the other, for ever. `count`: answers, bytes of them, those that were refused."""
-    loop = asyncio.get_running_loop()
     for number in itertools.count(begin_at):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=READ_BYTES)
         writer.write(requests[number % len(requests)])
@@ -109,7 +109,6 @@ async def ask(port: int, requests: Sequence[bytes], begin_at: int, count: list[i
         count[0] += 1
         if size == 0:
             await asyncio.sleep(0.1)
-    loop.stop()
 
 
 def load(port: int, requests: Sequence[bytes], num_clients: int, told: Connection) -> None:
@@ -134,13 +133,11 @@ def measure(name: str, num_clients: int, options: argparse.Namespace) -> str:
     """One row of the table."""
     port = free_port()
     command = [
-        *(sys.executable, *options.program, "serve", "glm-5", "--port", str(port)),
+        *(sys.executable, "-m", "tetrad", "serve", "glm-5", "--port", str(port)),
         *("--load-format", "null", "--null-step-ms", str(options.step_ms), "--api-workers", "1"),
         *("--max-running-requests", "2048", "--context-length", str(CONTEXT)),
     ]
-    with subprocess.Popen(
-        command, stderr=None if options.program[0] != "-m" else subprocess.DEVNULL
-    ) as server:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
             wait_until_healthy(port)
             ours, theirs = multiprocessing.Pipe()
@@ -175,7 +172,6 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--program", nargs="+", default=["-m", "tetrad"])
     given = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     lines = [
