@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,25 @@ def test_dense_products_come_first_and_refusals_are_told_once_an_op(tetrad):
     lines = out.splitlines()
     rows = [line.split()[1] for line in lines if line.startswith("│")]
     assert list(dict.fromkeys(rows)) == ["dense", "route", "experts"]
+    assert {line.split("│")[5].strip() for line in lines if line.startswith("│ dense")} == {"torch"}
     assert any(line.startswith("route by triton; experts by gluon, triton, ") for line in lines)
+
+
+def test_a_busy_machine_is_told(tetrad, monkeypatch):
+    """Medians of whole time slices once looked like any others."""
+    calm = CallTime.of([10.0, 11.0, 12.0], "wall")
+    spread = calm.model_copy(update={"p10_us": 10.0, "p90_us": 4000.0})
+    monkeypatch.setattr("tetrad.kernels.timer.WallTimer.time", lambda *_: spread)
+    code, out, _ = tetrad(*QUICK, "--ops", "dense,rms_norm")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if "as beside other work" in line]
+    assert re.match(r"(\d+) of \1 rows \(dense by torch, rms_norm by layer_norm, ", line)
+    assert line.endswith(
+        "times differ 400 fold between repeats, as beside other work: no figure of theirs can be "
+        "relied on."
+    )
+    monkeypatch.setattr("tetrad.kernels.timer.WallTimer.time", lambda *_: calm)
+    assert "beside other work" not in tetrad(*QUICK, "--ops", "rms_norm")[1]
 
 
 def test_records_are_lines_of_json(tetrad, tmp_path: Path):

@@ -111,6 +111,18 @@ def test_a_gguf_file_gives_the_logits_of_its_decoded_weights(tmp_path: Path, typ
     assert float(torch.nn.functional.cosine_similarity(rounded, expected).min()) > 0.99
 
 
+@pytest.mark.parametrize("types", [MIXED, dict.fromkeys(MIXED, "Q4_1"), {}], ids=str)
+def test_what_a_gguf_file_stores_is_counted_in_its_own_bytes(tmp_path: Path, types: dict[str, str]):
+    """Decoded types once counted as what they were decoded to, 4.5 bits as 32. The table of a tied
+    model, which is read for both ends, counts once."""
+    path = tiny_gguf(tmp_path / "tiny.gguf", types)
+    report = load(path).weight_report
+    held = GgufFile.read(path).tensors.values()
+    assert sum(each["stored_bytes"] for each in report.values()) == sum(t.nbytes for t in held)
+    if types == MIXED:
+        assert report["bf16"]["memory_bytes"] > report["bf16"]["stored_bytes"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_chunk_of_a_prompt_wants_no_logits(tmp_path: Path, dtype: torch.dtype):
     model = load(tiny_gguf(tmp_path / "tiny.gguf", MIXED), dtype)

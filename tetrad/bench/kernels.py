@@ -105,9 +105,9 @@ class KernelBench:
 
     def wanted(self, op: Op) -> list[Backend]:
         """The op's backends that were asked for; the one to compare with comes first. Dense
-        products have cuBLAS, whoever is measured against them."""
+        products have the device's own, whoever is measured against them."""
         if op is kernels_dense.DENSE:
-            return list(op.backends.values())
+            return [op.backends["cublas" if self.device.type == "cuda" else "torch"]]
         compared = (COMPARED,) if self.compare else ()
         asked = [
             backend

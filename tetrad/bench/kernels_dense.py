@@ -1,4 +1,4 @@
-"""Large dense products by cuBLAS: the plateau that small batches are compared with."""
+"""Large dense products by torch (cuBLAS on a GPU): the plateau that others are compared with."""
 
 from __future__ import annotations
 
@@ -159,5 +159,5 @@ DENSE = Op(
         tolerance={"float32": 2e-6, "bfloat16": 1e-2},
     ),
     Check(_inputs, _expected, _outputs),
-    {"cublas": Backend("cublas", _run)},
+    {name: Backend(name, _run) for name in ("cublas", "torch")},
 )

@@ -24,7 +24,7 @@ from tetrad.core.errors import ConfigError
 from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.core.rank_records import OpShare, RankTiming
 from tetrad.core.ranks import Ranks
-from tetrad.core.records import CallTime, Ceilings
+from tetrad.core.records import CallTime, Ceilings, disturbance
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.distributed.rehearsal import Rehearsal, Routing, Traffic
 from tetrad.formats import fp8_keys
@@ -39,8 +39,6 @@ from tetrad.roofline.cost import OpCall, StepLoad, step_calls
 from tetrad.roofline.limits import Rates
 
 CEILINGS_BUDGET_S = 4.0
-WIDE_SPREAD = 3.0
-"""So many times as long as the 10th percentile takes the 90th only where something disturbs it."""
 DRAWN_PAGES = 251
 """As many have keys of their own, the others those of these again. A prime: pages of a sequence lie
 as many apart as there are sequences, and should differ."""
@@ -200,12 +198,9 @@ class Stage:
         )
 
     def _notes(self, step: TimedStep, is_traced: bool) -> list[str]:
-        notes, batch, time = [], step.batch, step.time
-        if time.p90_us > WIDE_SPREAD * time.p10_us:
-            notes.append(
-                f"times differ {time.p90_us / time.p10_us:.0f} fold between repeats, as beside "
-                "other work: no figure of this step can be relied on"
-            )
+        notes, batch = [], step.batch
+        if warning := disturbance([step.time], "this step"):
+            notes.append(warning)
         if batch % self.plan.ranks.attn_dp:
             notes.append(
                 f"{batch} sequences do not lie evenly over {self.plan.ranks.attn_dp} groups; this "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -213,7 +214,18 @@ def remarks(rows: list[KernelTiming]) -> list[str]:
     return [
         "; ".join(f"{op} by {', '.join(names)}" for op, names in ops.items()) + f": {reason}."
         for reason, ops in by_reason.items()
-    ]
+    ] + list(_disturbed(rows))
+
+
+def _disturbed(rows: list[KernelTiming]) -> Iterator[str]:
+    """The warning that `bench rank` gives, of all such rows at once."""
+    from tetrad.core.records import disturbance
+
+    timed = [(f"{row.op} by {row.backend}", row.time) for row in rows if row.time is not None]
+    wide = [(name, time) for name, time in timed if disturbance([time], "") is not None]
+    if warning := disturbance([time for _, time in wide], "theirs"):
+        named = dict.fromkeys(name for name, _ in wide)
+        yield f"{len(wide)} of {len(timed)} rows ({', '.join(named)}): {warning}."
 
 
 def _blocks(rows: list[KernelTiming]) -> Table | None:

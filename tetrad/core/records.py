@@ -6,7 +6,7 @@ milliseconds as the name says; rates are per second of `duration_s`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -239,6 +239,10 @@ class Ceilings(Record):
         return (memory_us, "memory") if memory_us >= compute_us else (compute_us, "compute")
 
 
+WIDE_SPREAD = 3.0
+"""So many times as long as the 10th percentile takes the 90th only where something disturbs it."""
+
+
 class CallTime(Record):
     """How long one call took, in microseconds."""
 
@@ -274,6 +278,17 @@ class CallTime(Record):
             note=note,
             launches=launches,
         )
+
+
+def disturbance(times: Iterable[CallTime], what: str) -> str | None:
+    """A warning where repeats of a call differ as only other work makes them, else None."""
+    folds = [t.p90_us / max(t.p10_us, 1e-3) for t in times if t.p90_us > WIDE_SPREAD * t.p10_us]
+    if not folds:
+        return None
+    return (
+        f"times differ {max(folds):.0f} fold between repeats, as beside other work: no figure of "
+        f"{what} can be relied on"
+    )
 
 
 class LaunchTime(Record):

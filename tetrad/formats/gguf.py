@@ -8,6 +8,7 @@ rotates neighbours, so whoever wrote the file moved rows (i, i + W/2) of each he
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,7 +54,8 @@ class GgufWeights:
         Raises CheckpointError."""
         self._file = GgufFile.read(path)
         self._arch, self._device, self._on_bytes = arch, device, on_bytes
-        self._asked: set[str] = set()
+        self._given: dict[str, str] = {}
+        """Names in the file, and the format that each was first given out in."""
         self._reader = Reader()
         self._nbytes_total = sum(tensor.nbytes for tensor in self._file.tensors.values())
         self.nbytes_read = 0
@@ -63,15 +65,20 @@ class GgufWeights:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A vector or a table, decoded."""
         stored = self._stored(name.removesuffix(".weight"), shape)
+        self._given.setdefault(stored.name, DenseWeight.format_name)
         return _decoded(self._rows(stored), stored).view(shape).to(self._device)
 
     def linear(self, module: str, shape: tuple[int, int]) -> Weight:
         """A linear's weight [out, in]."""
         stored = self._stored(module, shape)
         rows = self._in_order(self._rows(stored), module)
+        weight: Weight
         if stored.type_name in integers.GGML_INTEGERS and self._device == "cpu":
-            return integers.from_ggml(rows, stored.type_name)
-        return DenseWeight(_decoded(rows, stored).to(self._device))
+            weight = integers.from_ggml(rows, stored.type_name)
+        else:
+            weight = DenseWeight(_decoded(rows, stored).to(self._device))
+        self._given.setdefault(stored.name, weight.format_name)
+        return weight
 
     def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
         """Nobody stacks matrices of such a model."""
@@ -83,7 +90,14 @@ class GgufWeights:
 
     def unread(self) -> list[str]:
         """Names in the file that nobody asked for, sorted."""
-        return sorted(set(self._file.tensors) - self._asked)
+        return sorted(set(self._file.tensors) - set(self._given))
+
+    def file_bytes(self) -> Counter[str]:
+        """Bytes in the file by the format that they were given out in, each tensor once."""
+        found: Counter[str] = Counter()
+        for name, format_name in self._given.items():
+            found[format_name] += self._file.tensors[name].nbytes
+        return found
 
     def _stored(self, module: str, shape: tuple[int, ...]) -> GgufTensor:
         name = ggml_name(module)
@@ -97,7 +111,6 @@ class GgufWeights:
                 f"Tensor '{name}' has another shape: expected {list(shape)}, found "
                 f"{list(found.shape)} in {self._file.path.name}."
             )
-        self._asked.add(name)
         return found
 
     def _rows(self, stored: GgufTensor) -> Tensor:

@@ -88,6 +88,10 @@ def _load_gguf(
         model = build(arch, source)
     finally:
         file.close()
+    if quantization is None:
+        # What layers were given is not what the file holds: ggml's types come decoded.
+        for name, num_bytes in file.file_bytes().items():
+            source.ledger.totals[name].stored_bytes = num_bytes
     left = [name for name in file.unread() if not _is_ignorable_gguf(name, arch)]
     if left:
         raise _leftovers(path, left, arch, [])
