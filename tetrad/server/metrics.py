@@ -58,39 +58,22 @@ class Metrics:
         add = self._histogram
         self.first_token = add(
             "time_to_first_token_seconds",
-            "Seconds from when the engine was given a sequence to its first token.",
-            SECONDS,
+            "Seconds from a sequence's submission to its first token.",
         )
         self.per_token = add(
             "time_per_output_token_seconds",
             "Mean seconds between the tokens of a sequence, after its first.",
             TOKEN_SECONDS,
         )
-        self.whole = add(
-            "request_duration_seconds",
-            "Seconds that an HTTP request took after tokenization, if it succeeded.",
-            SECONDS,
-        )
+        self.whole = add("request_duration_seconds", "Seconds that a successful HTTP request took.")
         self.sequence = add(
-            "sequence_duration_seconds",
-            "Seconds from when the engine was given a sequence to its end.",
-            SECONDS,
+            "sequence_duration_seconds", "Seconds from a sequence's submission to its end."
         )
-        self.queue = add(
-            "queue_seconds", "Seconds that a sequence was queued before it first ran.", SECONDS
-        )
-        self.prefill = add(
-            "prefill_seconds", "Seconds from when a sequence first ran to its first token.", SECONDS
-        )
-        self.decode = add(
-            "decode_seconds", "Seconds from the first token of a sequence to its last.", SECONDS
-        )
-        self.prompt_tokens = add(
-            "request_prompt_tokens", "Tokens in the prompt of a sequence.", TOKENS
-        )
-        self.generated = add(
-            "request_generated_tokens", "Tokens that a finished sequence generated.", TOKENS
-        )
+        self.queue = add("queue_seconds", "Seconds that a sequence was queued before it first ran.")
+        self.prefill = add("prefill_seconds", "Seconds from a sequence's start to its first token.")
+        self.decode = add("decode_seconds", "Seconds from a sequence's first token to its last.")
+        self.prompt_tokens = add("request_prompt_tokens", "Tokens of a sequence's prompt.", TOKENS)
+        self.generated = add("request_generated_tokens", "Tokens of a finished sequence.", TOKENS)
         self._requests: dict[tuple[str, Outcome], int] = {}
         first = self._columns(len(FINISHES))
         self._finishes = {name: first + i for i, name in enumerate(FINISHES)}
@@ -105,7 +88,7 @@ class Metrics:
                 first = self._columns(len(OUTCOMES))
                 self._requests |= {(route, out): first + i for i, out in enumerate(OUTCOMES)}
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...] = SECONDS) -> Histogram:
         first = self._columns(len(bounds) + 2)
         self._histograms[name] = histogram = Histogram(self.tally, first, text, bounds)
         return histogram
@@ -282,32 +265,27 @@ class _EngineCollector:
         self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
-        yield from families(self._engine.stats, self._labels)
+        engine = self._engine
+        yield from families(engine.stats, self._labels)
         gauges: dict[str, tuple[str, float]] = {
             "open_requests": (
-                "Sequences that were admitted and have not ended.",
+                "Sequences in flight, queued or running.",
                 self._tally.total(OPEN),
             ),
             "unanswered_requests": (
-                "Admitted sequences that have no first token yet.",
+                "Sequences in flight that have no first token yet.",
                 self._tally.total(UNANSWERED),
             ),
             "unanswered_prompt_tokens": (
                 "Prompt tokens of the sequences that have no first token yet.",
                 self._tally.total(UNANSWERED_TOKENS),
             ),
-            "engine_silence_seconds": (
-                "Seconds since the engine was last heard of.",
-                self._engine.last_beat_age_s,
-            ),
-            "engine_step_age_seconds": (
-                "Seconds that the engine's current step has been running.",
-                self._engine.step_age_s,
-            ),
+            "engine_silence_seconds": ("Seconds of the engine's silence.", engine.last_beat_age_s),
+            "engine_step_age_seconds": ("Seconds the engine's step has run.", engine.step_age_s),
         }
         by_worker = GaugeMetricFamily(
             "tetrad_worker_open_requests",
-            "Sequences that were admitted and have not ended, by API process.",
+            "Sequences in flight, by API process.",
             labels=("worker",),
         )
         for worker, value in enumerate(self._tally.each(OPEN)):
