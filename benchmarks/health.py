@@ -19,7 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def request(port: int) -> socket.socket:
     return stream
 
 
-def load(port: int, num_streams: int, told: Connection) -> None:
+def load(port: int, num_streams: int, lead: Connection) -> None:
     """Open all streams, say so once each has said something, and read them until told to end; then
     say how many events came since."""
     selector = selectors.DefaultSelector()
@@ -56,14 +57,14 @@ def load(port: int, num_streams: int, told: Connection) -> None:
             assert isinstance(key.fileobj, socket.socket)
             assert key.fileobj.recv(READ_BYTES)
             silent.discard(key.fd)
-    told.send("open")
+    lead.send("open")
     num_events = 0
     while True:
         for key, _ in selector.select(0.1):
             assert isinstance(key.fileobj, socket.socket)
             num_events += key.fileobj.recv(READ_BYTES).count(b"data: ")
-        if told.poll():
-            told.send(num_events)
+        if lead.poll():
+            lead.send(num_events)
             return
 
 
@@ -103,41 +104,52 @@ def wait_until_healthy(port: int) -> None:
     raise TimeoutError("the server is not healthy")
 
 
-def measure(num_streams: int, num_workers: int, step_ms: float, seconds: float) -> str:
-    """One row of the table."""
+@contextmanager
+def null_server(
+    step_ms: float, num_workers: int, *flags: str
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Port and process of a server without weights."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "tetrad", "serve", "glm-5", "--port", str(port)),
-        *("--load-format", "null"),
-        *("--null-step-ms", str(step_ms), "--api-workers", str(num_workers)),
-        *("--max-running-requests", "2048"),
+        *("--load-format", "null", "--null-step-ms", str(step_ms)),
+        *("--api-workers", str(num_workers), "--max-running-requests", "2048", *flags),
     ]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
             wait_until_healthy(port)
-            ours, theirs = multiprocessing.Pipe()
-            reader = multiprocessing.Process(target=load, args=(port, num_streams, theirs))
-            reader.start()
-            begun = time.monotonic()
-            at_first = probe(port, ours.poll)
-            ours.recv()
-            opened_s = time.monotonic() - begun
-            begun, cpu_s = time.monotonic(), cpu(server)
-            found = probe(port, lambda: time.monotonic() > begun + seconds)
-            ours.send("end")
-            num_events, took_s = ours.recv(), time.monotonic() - begun
-            each_us = (cpu(server) - cpu_s) / max(1, num_events) * 1e6
-            left = time.monotonic()
-            at_last = probe(port, lambda: time.monotonic() > left + LEAVE_S)
-            reader.join()
+            yield port, server
         finally:
             server.terminate()
+
+
+def told(found: list[float]) -> str:
+    """Probes, and their median, 99th percentile and longest."""
     p99 = sorted(found)[int(len(found) * 0.99)]
+    return f"{len(found):7d} {statistics.median(found):8.1f} {p99:8.1f} {max(found):8.1f}"
+
+
+def measure(num_streams: int, num_workers: int, step_ms: float, seconds: float) -> str:
+    """One row of the table."""
+    with null_server(step_ms, num_workers) as (port, server):
+        ours, theirs = multiprocessing.Pipe()
+        reader = multiprocessing.Process(target=load, args=(port, num_streams, theirs))
+        reader.start()
+        begun = time.monotonic()
+        at_first = probe(port, ours.poll)
+        ours.recv()
+        opened_s = time.monotonic() - begun
+        begun, cpu_s = time.monotonic(), cpu(server)
+        found = probe(port, lambda: time.monotonic() > begun + seconds)
+        ours.send("end")
+        num_events, took_s = ours.recv(), time.monotonic() - begun
+        each_us = (cpu(server) - cpu_s) / max(1, num_events) * 1e6
+        left = time.monotonic()
+        at_last = probe(port, lambda: time.monotonic() > left + LEAVE_S)
+        reader.join()
     return (
         f"{num_streams:7d} {num_workers:7d} {num_events / took_s:9.0f} {each_us:8.1f} "
-        f"{len(found):7d} "
-        f"{statistics.median(found):8.1f} {p99:8.1f} {max(found):8.1f} {max(at_first):8.1f} "
-        f"{max(at_last):8.1f} {opened_s:8.1f}"
+        f"{told(found)} {max(at_first):8.1f} {max(at_last):8.1f} {opened_s:8.1f}"
     )
 
 

@@ -15,18 +15,13 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from health import probe, wait_until_healthy
-
-from tetrad.cli.child import free_port
+from health import null_server, probe, told
 
 READ_BYTES = 1 << 20
 PROBE_PERIOD_S = 0.01
@@ -41,14 +36,14 @@ Call = tuple[str, dict[str, Any] | bytes | None]
 def native(num_tokens: int, **fields: Any) -> Call:
     """With all that it can tell of each token."""
     sampling = {"max_new_tokens": num_tokens, "ignore_eos": True, **fields.pop("sampling", {})}
-    told = {"return_logprob": True, "top_logprobs_num": 20}
+    asked = {"return_logprob": True, "top_logprobs_num": 20}
     prompt = {} if "input_ids" in fields or "text" in fields else {"text": "3"}
-    return "/generate", told | prompt | {"sampling_params": sampling} | fields
+    return "/generate", asked | prompt | {"sampling_params": sampling} | fields
 
 
 def openai(path: str, num_tokens: int, **fields: Any) -> Call:
-    told = {"max_tokens": num_tokens, "ignore_eos": True}
-    return path, told | fields
+    asked = {"max_tokens": num_tokens, "ignore_eos": True}
+    return path, asked | fields
 
 
 MESSAGES = [{"role": "user", "content": "3"}]
@@ -111,57 +106,43 @@ async def ask(port: int, requests: Sequence[bytes], begin_at: int, count: list[i
             await asyncio.sleep(0.1)
 
 
-def load(port: int, requests: Sequence[bytes], num_clients: int, told: Connection) -> None:
+def load(port: int, requests: Sequence[bytes], num_clients: int, lead: Connection) -> None:
     """So many clients, until told to end; then say what came."""
 
     async def run() -> None:
         count = [0, 0, 0]
         loop = asyncio.get_running_loop()
         clients = [loop.create_task(ask(port, requests, i, count)) for i in range(num_clients)]
-        told.send("begun")
-        while not told.poll():
+        lead.send("begun")
+        while not lead.poll():
             await asyncio.sleep(0.05)
             for client in clients:
                 if client.done():
                     client.result()
-        told.send(count)
+        lead.send(count)
 
     asyncio.run(run())
 
 
 def measure(name: str, num_clients: int, options: argparse.Namespace) -> str:
     """One row of the table."""
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "tetrad", "serve", "glm-5", "--port", str(port)),
-        *("--load-format", "null", "--null-step-ms", str(options.step_ms), "--api-workers", "1"),
-        *("--max-running-requests", "2048", "--context-length", str(CONTEXT)),
-    ]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_until_healthy(port)
-            ours, theirs = multiprocessing.Pipe()
-            requests = [raw(call) for call in cases()[name]]
-            reader = multiprocessing.Process(
-                target=load, args=(port, requests, num_clients, theirs)
-            )
-            reader.start()
-            ours.recv()
-            time.sleep(BEGIN_S)
-            begun = time.monotonic()
-            found = probe(port, lambda: time.monotonic() > begun + options.seconds, PROBE_PERIOD_S)
-            ours.send("end")
-            num_answers, num_bytes, num_refused = ours.recv()
-            took_s = time.monotonic() - begun
-            reader.terminate()
-            reader.join()
-        finally:
-            server.terminate()
-    p99 = sorted(found)[int(len(found) * 0.99)]
+    with null_server(options.step_ms, 1, "--context-length", str(CONTEXT)) as (port, _):
+        ours, theirs = multiprocessing.Pipe()
+        requests = [raw(call) for call in cases()[name]]
+        reader = multiprocessing.Process(target=load, args=(port, requests, num_clients, theirs))
+        reader.start()
+        ours.recv()
+        time.sleep(BEGIN_S)
+        begun = time.monotonic()
+        found = probe(port, lambda: time.monotonic() > begun + options.seconds, PROBE_PERIOD_S)
+        ours.send("end")
+        num_answers, num_bytes, num_refused = ours.recv()
+        took_s = time.monotonic() - begun
+        reader.terminate()
+        reader.join()
     return (
         f"{name:18s} {num_clients:7d} {num_answers / took_s:9.1f} {num_bytes / took_s / 1e6:8.1f} "
-        f"{num_refused:8d} {len(found):7d} "
-        f"{statistics.median(found):8.1f} {p99:8.1f} {max(found):8.1f}"
+        f"{num_refused:8d} {told(found)}"
     )
 
 
