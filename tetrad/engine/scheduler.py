@@ -166,6 +166,7 @@ class Scheduler(Ledger):
                 return
             self._preempt_last()
             self.counters.preemptions += 1
+            self.counters.displacements += 1
 
     def _admit_waiting(self, step: PlannedStep, budget: int) -> None:
         """Whole prompts come last, the longest at the end: attention computes them apart."""
