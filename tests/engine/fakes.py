@@ -144,11 +144,15 @@ def tokens_of(
 
 
 class FakeRunner:
-    """`spoiled` rids write garbage and give logits that are not finite."""
+    """`spoiled` rids write garbage and give logits that are not finite. One that leaves them still
+    does so as long as it reads what it wrote meanwhile."""
 
     def __init__(self, num_pages: int) -> None:
-        self.slots = [UNWRITTEN] * (num_pages * PAGE_TOKENS)
+        self.slots = [UNWRITTEN] * ((num_pages + 1) * PAGE_TOKENS)
+        """The last page is for what `compute` is not to write elsewhere."""
         self.spoiled: set[str] = set()
+        self._writer: dict[int, str] = {}
+        """Of each slot."""
         self._sampled: list[tuple[str, int]] = []
 
     def launch(self, plan: StepPlan, masks: Callable[[], Masks | None] | None = None) -> Done:
@@ -165,23 +169,32 @@ class FakeRunner:
         }
         return Done(StepResult(np.array(sampled, np.int64), logprobs))
 
+    def compute(self, plan: StepPlan) -> None:
+        """A step whose tokens are all known, once more."""
+        assert not len(plan.decodes)
+        for work in plan.sequences:
+            self._write(work)
+
     def _write(self, work: SequenceWork) -> None:
         for position, token_id in enumerate(work.token_ids, work.start):
             if token_id < 0:
                 rid, token_id = self._sampled[-1 - token_id]
                 assert rid == work.rid, f"{work.rid} gets a token of {rid}"
-            is_spoiled = work.rid in self.spoiled
-            self.slots[_slot(work, position)] = SPOILED if is_spoiled else token_id
+            slot, is_spoiled = _slot(work, position), work.rid in self.spoiled
+            # a token of logits that were not finite is read as 0, as `with_sampled` does
+            self.slots[slot] = SPOILED if is_spoiled else max(token_id, 0)
+            self._writer[slot] = work.rid
 
     def _past(self, work: SequenceWork) -> list[int]:
         return [self.slots[_slot(work, i)] for i in range(work.num_kv_tokens)]
 
     def _sample(self, work: SequenceWork, masked: Sequence[int]) -> int:
-        if work.rid in self.spoiled:
-            return -1
         past = self._past(work)
         assert UNWRITTEN not in past, f"{work.rid} reads a slot nobody wrote"
-        assert SPOILED not in past, f"{work.rid} reads what a failed request wrote"
+        spoilt = {self._writer[_slot(work, i)] for i, each in enumerate(past) if each == SPOILED}
+        assert spoilt <= {work.rid}, f"{work.rid} reads what a failed request wrote"
+        if spoilt or work.rid in self.spoiled:
+            return -1
         sample = work.sample
         assert sample is not None
         assert sample.history_ids in ((), tuple(past)), f"{work.rid} has another history"

@@ -196,6 +196,19 @@ def test_who_takes_too_long_ends_and_the_others_do_not():
     rig.engine.check_integrity()
 
 
+@pytest.mark.parametrize("num_given", range(1, 5))
+def test_who_takes_too_long_is_told_the_tokens_that_were_held_back(num_given: int):
+    rig = Rig(stream_interval=3)
+    request = make_request("slow", new=9, grammar=ANY)
+    rig.engine.add(request)
+    while rig.engine.scheduler.counters.generated_tokens < num_given:
+        rig.step()
+    rig.maker.slow.add(0)
+    rig.run()
+    assert rig.finishes["slow"].reason == "error"
+    assert rig.tokens["slow"] == expected_output(request, 0)[: num_given + 1]
+
+
 def test_the_reasoning_may_be_opened_by_the_answer_and_ended_by_a_call():
     """Open 11, close 12, call 13: the first token may be 11 or what the grammar allows."""
     grammar = Grammar("regex", "x", "regex", close_id=12, open_id=11, call_id=13)

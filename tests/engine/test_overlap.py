@@ -210,6 +210,28 @@ def test_a_stop_shows_one_step_late_and_the_token_after_it_is_passed_over():
     assert client.engine.stats().generated_tokens_total == num_tokens
 
 
+@pytest.mark.parametrize("length", [10, 63, 64, 150])
+@pytest.mark.parametrize("continuous_steps", [1, 3])
+def test_what_follows_logits_that_are_not_finite_is_passed_over(length: int, continuous_steps: int):
+    """The step after them reads a token that nobody chose, and may give any, and finite logits."""
+    client = Client(overlap=True, continuous_steps=continuous_steps)
+    a, b = make_request("a", length, new=20), make_request("b", length + 40, new=20, seed=1)
+    client.add(a)
+    client.step()
+    client.step()
+    client.runner.spoiled.add("a")
+    client.step()
+    client.runner.spoiled.clear()
+    client.add(b)
+    client.drain()
+    told = client.told["a"]
+    assert told.finish
+    assert told.finish.reason == "error"
+    assert 0 < len(told.token_ids) < 20
+    assert told.token_ids == expected_output(a, 0)[: len(told.token_ids)]
+    assert_as_expected(client.told["b"], b)
+
+
 def test_an_id_that_comes_again_does_not_get_the_tokens_of_the_first():
     client = Client(overlap=True)
     client.add(make_request("a", 10, new=50))

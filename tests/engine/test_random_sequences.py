@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,11 +21,30 @@ from tests.engine.fakes import (
     make_scheduler,
 )
 from tetrad.core.errors import RequestError
+from tetrad.core.plan import StepPlan
 from tetrad.core.request import Grammar, Request, RequestOutput
 from tetrad.engine.engine import Engine
 from tetrad.engine.grammars import Grammars
+from tetrad.engine.ledger import MAX_RETRIES
 
 MAX_FAMILY = 2
+
+
+class Healer:
+    """Computes a step again, as the guard does. If it `heals`, all goes well then."""
+
+    def __init__(self, runner: FakeRunner, *, heals: bool) -> None:
+        self.runner = runner
+        self.heals = heals
+        self.num_cures: Counter[str] = Counter()
+
+    def cure(self, plan: StepPlan, rids: Collection[str]) -> bool:
+        spoiled, healed = self.runner.spoiled, set(rids if self.heals else ())
+        self.runner.spoiled = spoiled & set(rids) - healed  # others were finite in this step
+        self.runner.compute(plan)
+        self.runner.spoiled = spoiled - healed
+        self.num_cures.update(healed)
+        return self.heals
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -38,6 +60,8 @@ class EngineMachine(RuleBasedStateMachine):
         has_forecast=st.booleans(),
         preemption_threshold=st.sampled_from([None, None, 0, 1]),
         grammar_delay=st.integers(0, 3),
+        stream_interval=st.sampled_from([1, 1, 3]),
+        heals=st.sampled_from([None, False, True, True]),
     )
     def start(
         self,
@@ -50,6 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
         has_forecast: bool,
         preemption_threshold: int | None,
         grammar_delay: int,
+        stream_interval: int,
+        heals: bool | None,
     ) -> None:
         limits = make_limits(num_pages, running=running, step=step, context=450)
         self.runner = FakeRunner(num_pages)
@@ -58,14 +84,20 @@ class EngineMachine(RuleBasedStateMachine):
         )
         if not has_forecast:
             scheduler.forecast = NoForecast()
+        self.healer = None if heals is None else Healer(self.runner, heals=heals)
         self.engine = Engine(
             scheduler,
             self.runner,
             overlap=overlap,
             continuous_steps=continuous_steps,
+            stream_interval=stream_interval,
+            guard=self.healer,
         )
-        self.engine.grammars = Grammars(FakeFoundry(grammar_delay), FakeMaker(running))
+        self.maker = FakeMaker(running)
+        self.engine.grammars = Grammars(FakeFoundry(grammar_delay), self.maker)
         self.overlap = overlap
+        self.were_spoiled: set[str] = set()
+        self.given_up: set[str] = set()
         self.live: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.num_added = 0
@@ -81,6 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
         grammar=st.sampled_from(
             [None, None, Grammar("regex", "a"), Grammar("regex", "b", close_id=5)]
         ),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.2]),
     )
     def add(
         self,
@@ -92,6 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         key_name: str,
         grammar: Grammar | None,
+        repetition_penalty: float,
     ) -> None:
         rid = f"r{self.num_added}"
         self.num_added += 1
@@ -105,6 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             seed=self.num_added % 2,
             grammar=grammar,
+            repetition_penalty=repetition_penalty,
         )
         limits = self.engine.scheduler.limits
         fits = len(prompt) + new <= min(limits.cache_tokens, limits.context_tokens)
@@ -157,7 +192,21 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def spoil(self, data: st.DataObject) -> None:
-        self.runner.spoiled.add(data.draw(st.sampled_from(sorted(self.live))))
+        rid = data.draw(st.sampled_from(sorted(self.live)))
+        self.runner.spoiled.add(rid)
+        self.were_spoiled.add(rid)
+
+    @rule()
+    def pass_by(self) -> None:
+        """What spoiled logits does so no more, perhaps before anybody has looked at them."""
+        self.runner.spoiled.clear()
+
+    @precondition(lambda self: self.maker.token_ids)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """A grammar takes too long from now on."""
+        self.maker.slow.add(data.draw(st.sampled_from(sorted(self.maker.token_ids))))
+        self.given_up |= {rid for rid, request in self.live.items() if request.sampling.grammar}
 
     @rule()
     def flush(self) -> None:
@@ -185,13 +234,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _finished(self, rid: str, reason: str) -> None:
         request = self.live.pop(rid)
+        if reason == "error" and rid not in self.given_up:
+            assert rid in self.were_spoiled
+            if self.healer and self.healer.heals:
+                assert self.healer.num_cures[rid] == MAX_RETRIES
         # Who is spoiled when all its steps are launched may still end well.
-        if reason == "error" or not self.overlap:
-            assert (reason == "error") == (rid in self.runner.spoiled)
+        assert reason == "error" or self.overlap or rid not in self.runner.spoiled
         expected = expected_output(request, request.sampling.seed or 0)
         got = self.tokens[rid]
         assert got == (expected[: len(got)] if reason == "error" else expected)
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)

@@ -225,7 +225,8 @@ class Engine:
             gains.steps += self._take_in(0).steps
             found, failed = grammars.masks(plan)
             for rid, reason in failed.items():
-                self.abort(rid)
+                self.scheduler.abort(rid)  # what is held of it goes out with its end
+                grammars.forget(rid)
                 output = RequestOutput(rid, (), finish=Finish("error", message=reason))
                 gains.steps.append(StepGain([output]))
             return found
