@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,8 +12,9 @@ import pytest
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.test_about import connect, samples
-from tetrad.core.errors import EngineDiedError
+from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Finish, Request
+from tetrad.server import choices
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -174,3 +176,62 @@ async def test_a_dead_engine_aborts_no_choice_that_waits_for_the_first_of_its_pr
     engine.gate.set()
     assert (await asking).status_code == 503
     assert await ended(client) == {"error": 3, "all": 3}
+
+
+async def test_what_comes_after_a_client_has_left_is_not_counted(
+    address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """The engine hears of it in a turn of its own, which may come late."""
+    turns: list[Callable[[], object]] = []
+    monkeypatch.setattr(choices, "in_turn_later", turns.append)
+    engine.script = saying([18] * 3)
+    engine.gate.clear()
+    async with httpx.AsyncClient(base_url=address) as client:
+        asking = asyncio.create_task(client.post(CHAT, json=body_of(CHAT, 2)))
+        await until(lambda: len(engine.live) == 2)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: bool(turns))
+        engine.gate.set()
+        await until(lambda: not engine.live)
+        assert await ended(client) == {"abort": 2, "all": 2}
+        found = await samples(client)
+        assert found["tetrad_unanswered_requests"] == 0
+        assert found["tetrad_unanswered_prompt_tokens"] == 0
+        for turn in turns:
+            turn()
+
+
+LONG = "3 " * 100
+
+
+async def test_an_aborted_choice_ends_those_that_wait_for_its_prompt_and_no_others(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    def script(request: Request) -> list[Step]:
+        is_ended = request.rid == "a-0"
+        return [Step((), Finish("abort"))] if is_ended else list(saying([18] * 3)(request))
+
+    engine.script = script
+    body = {"text": [LONG, LONG], "rid": ["a", "b"], "sampling_params": {"n": 2}}
+    answers = (await client.post(GENERATE, json=body)).json()
+    assert [each["meta_info"]["id"] for each in answers] == ["a-0", "a-1", "b-0", "b-1"]
+    reasons = [each["meta_info"]["finish_reason"]["type"] for each in answers]
+    assert reasons == ["abort", "abort", "stop", "stop"]
+    assert [request.rid for request in engine.seen] == ["a-0", "b-0", "b-1"]
+
+
+async def test_a_choice_that_is_refused_after_others_have_begun_is_counted_once(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    def script(request: Request) -> list[Step]:
+        if request.rid.endswith("-1"):
+            raise RequestError("Request id 'job-1' is already running.")
+        return [Step((18,))] * 1000
+
+    engine.script, engine.step_s = script, 0.01
+    body = {"text": LONG, "rid": "job", "sampling_params": {"n": 2}}
+    assert (await client.post(GENERATE, json=body)).status_code == 400
+    found = await samples(client)
+    name = "tetrad_requests_total{{outcome={},route=/generate}}".format
+    assert [found.get(name(outcome), 0) for outcome in ("failed", "refused")] == [1, 0]

@@ -282,7 +282,8 @@ class _Failures:
     async def of_tetrad(self, request: Request, error: Exception) -> Response:
         """Our own errors carry their sentence and their status."""
         assert isinstance(error, TetradError)
-        if isinstance(error, RequestError | CapacityError):
+        has_failed = arrival().finish == "error"  # and is counted as that
+        if isinstance(error, RequestError | CapacityError) and not has_failed:
             self._service.metrics.refused(route_of(request))
         return response_of(error, path_of(request.scope))
 

@@ -132,7 +132,7 @@ async def generate(
             while num_open:
                 deltas = await inbox.get()
                 for index, delta in deltas:
-                    running.begin(waiting.pop(index, ()))
+                    running.follow(waiting.pop(index, ()), delta)
                     if delta.finish is not None:
                         num_open -= 1
                         running.leave(index)
@@ -144,6 +144,8 @@ async def generate(
             _log.error("%s failed: %s", choices[0].request.rid, error)
             raise
         finally:
+            for reader in readers:
+                reader.close()
             in_turn_later(running.leave_all)
             told = arrival()
             told.completion_tokens = sum(choice.session.completion_tokens for choice in choices)
@@ -197,14 +199,22 @@ class _Running:
         self._leave: dict[int, Callable[[], None]] = {}
 
     def begin(self, indexes: Iterable[int]) -> None:
-        """Have the engine serve these, unless an operator has ended the request meanwhile."""
+        """Have the engine serve these."""
         for index in indexes:
-            request, reader = self._choices[index].request, self._readers[index]
             self._watch.begun(index)
-            if arrival().finish == "abort":
-                reader.take(RequestOutput(request.rid, (), finish=ABORTED))
-            else:
-                self._leave[index] = self._engine.begin(request, reader)
+            request, reader = self._choices[index].request, self._readers[index]
+            self._leave[index] = self._engine.begin(request, reader)
+
+    def follow(self, indexes: Iterable[int], first: Delta) -> None:
+        """Those that waited for the `first` of their prompt begin, or end with it where an operator
+        has ended it before its first token."""
+        if first.finish is None or first.finish.reason != ABORTED.reason:
+            self.begin(indexes)
+            return
+        for index in indexes:
+            self._watch.begun(index)
+            rid = self._choices[index].request.rid
+            self._readers[index].take(RequestOutput(rid, (), finish=ABORTED))
 
     def leave(self, index: int) -> None:
         """Nothing more of this one is wanted."""

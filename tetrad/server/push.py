@@ -192,6 +192,10 @@ class ChoiceReader:
         except Exception as error:  # noqa: BLE001 - raised again by the task
             self._end(error)
 
+    def close(self) -> None:
+        """Nobody wants more: what comes before the engine knows is not counted, either."""
+        self._is_over = True
+
     def fail(self, error: TetradError) -> None:
         """Nothing more will come."""
         if not self._is_over:
