@@ -8,7 +8,8 @@ import math
 import pytest
 
 from tests.bench.test_block import run
-from tetrad.bench.compare import compare, comparison, difference, table
+from tests.bench.test_selfcheck import checked
+from tetrad.bench.compare import compare, comparison, difference, doubts, table
 from tetrad.bench.compare_options import BenchCompareConfig
 from tetrad.core.errors import BenchFailure, ConfigError
 
@@ -32,6 +33,15 @@ def test_what_drifts_alike_is_no_difference():
     assert "+2.0% (+2.0% to +2.0%): differs" in rows[1]
     noisy = [(run(duration_s=1.0), run(duration_s=s)) for s in (0.9, 1.0, 1.12)]
     assert table(comparison(noisy))[1].endswith("no significant difference")
+
+
+def test_runs_that_are_invalid_are_named_below_the_table():
+    late = checked().model_copy(update={"invalid": ["its event loop ran late."]})
+    right, wrong = run(), run().model_copy(update={"client": late})
+    assert doubts([(right, right)] * 3) == []
+    told = "\n".join(doubts([(right, wrong), (right, right), (wrong, right)]))
+    assert "in run 2, 5 of 6 the client was too slow (its event loop ran late.)" in told
+    assert "believe no verdict above" in told
 
 
 async def test_turns_change_and_no_prompt_comes_twice():

@@ -84,6 +84,19 @@ def difference(name: str, pairs: Sequence[tuple[float, float]]) -> Difference:
     )
 
 
+def doubts(pairs: Sequence[tuple[BenchRun, BenchRun]]) -> list[str]:
+    """Which runs the client was too slow for: no verdict stands on them."""
+    runs = enumerate((run for pair in pairs for run in pair), 1)
+    late = [(at, run.client.invalid[0]) for at, run in runs if run.client and run.client.invalid]
+    if not late:
+        return []
+    listed = ", ".join(str(number) for number, _ in late)
+    return [
+        f"  INVALID: in run {listed} of {2 * len(pairs)} the client was too slow ({late[0][1]}):",
+        "  believe no verdict above, and compare again on a quieter machine or with a longer load.",
+    ]
+
+
 def table(found: Comparison) -> list[str]:
     """What to print."""
     head = f"{found.num_pairs} pairs of runs, A B and B A by turns:"
@@ -97,5 +110,6 @@ def table(found: Comparison) -> list[str]:
     return [
         *lines,
         "  A and B are medians, B/A is the geometric mean of what each pair gave.",
-        "  of the figures of equal servers one in twenty differs by chance.",
+        "  each figure of equal servers differs by chance one time in twenty, several at once",
+        "  where they hang together, as rates and latencies do.",
     ]

@@ -22,7 +22,7 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     import uvloop
 
     from tetrad.bench import cached
-    from tetrad.bench.compare import compare, comparison, table, turns
+    from tetrad.bench.compare import compare, comparison, doubts, table, turns
     from tetrad.bench.outlook import first_look, left
     from tetrad.bench.serving import bench_serve
 
@@ -48,7 +48,7 @@ def _bench_compare(config: BenchCompareConfig) -> int:
         if run.failed > config.allow_failures:
             refuse(run, config.allow_failures)
     named = [(f"run {number}", run) for number, run in enumerate(runs, 1)]
-    print("", *table(comparison(pairs)), *cached.note(named), sep="\n")
+    print("", *table(comparison(pairs)), *doubts(pairs), *cached.note(named), sep="\n")
     for run in runs:
         refuse(run, config.allow_failures)
     if isinstance(ended_by, TetradError):

@@ -11,7 +11,10 @@ _PROFILE = (
     "a profiled run is no measurement; POST /start_profile to the server in a run of its own, or "
     "see `tetrad bench rank`"
 )
-_LORA = "name the adapter with --extra-request-body '{\"lora_path\": NAME}'"
+_LORA = (
+    "on a server with adapters name one with --extra-request-body '{\"lora_path\": NAME}'; Tetrad "
+    "has none"
+)
 _CLIENT = (
     "there is one client, which keeps bytes during the run and reads them after it; leave it out"
 )
