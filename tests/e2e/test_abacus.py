@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import Served
+from tests.house.source import ROOT
 from tetrad.bench.abacus_problems import held_out_problems, is_correct
 
 
@@ -41,6 +42,19 @@ def test_chat_prints_the_answer_and_thinks_beside_it(served: Served):
     assert "3+5=8" in done.stderr
     direct = tetrad("chat", "What is 3+5?", "--url", served.url, "--no-think")
     assert (direct.stdout, direct.stderr) == ("3 + 5 = 8\n", "")
+
+
+def test_the_example_of_a_client(served: Served):
+    command = [sys.executable, str(ROOT / "examples" / "client.py"), served.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    reasoning, *others = done.stdout.splitlines()
+    assert reasoning.startswith("reasoning: ")
+    assert reasoning.endswith("So 132.")
+    assert others == [
+        "answer: 47 + 85 = 132",
+        'tool call: calculator {"expression": "47+85"}',
+        "chosen: 3 + 5 = 8",
+    ]
 
 
 def test_a_tool_call_arrives_whole_and_in_pieces(client: openai.OpenAI):

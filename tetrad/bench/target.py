@@ -93,7 +93,9 @@ async def get_json(client: Client, path: str) -> dict[str, Any] | None:
         body = await answer.read()
         elsewhere = answer.headers.get("Location", "")
     if answer.status in (401, 403):
-        raise ConfigError(f"{client.url} wants an API key; give it with --api-key.")
+        raise ConfigError(
+            f"{client.url} wants an API key; give it with --api-key or in OPENAI_API_KEY."
+        )
     if 300 <= answer.status < 400:
         raise ConfigError(
             f"{client.url} sends whoever asks to {elsewhere or 'another address'} (HTTP "
