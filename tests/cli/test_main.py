@@ -209,7 +209,7 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["serve", "--quantization", "modelopt_fp4"], "each tensor is read from the checkpoint"),
         (["bench", "serve", "--profil"], "`tetrad bench serve --help` lists all."),
         (["bench", "serve", "--profile"], "has no --profile: a profiled run is no measurement"),
-        (["bench", "serve", "--lora-n=a"], "has no --lora-name: name the adapter with"),
+        (["bench", "serve", "--lora-n=a"], "has no --lora-name: on a server with adapters"),
         (["chat", "--url", "u", "--model", "m"], "--model starts a server and --url uses one"),
         (["eval", "--kinds", "sum2", "sum22"], "--kinds sum2 sum22: there is no kind 'sum22'."),
         (["eval", "--kinds", "sum22"], "there is no kind 'sum22'. Did you mean 'sum2'?\n"),
