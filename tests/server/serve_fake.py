@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from tests.server.fake_engine import FakeEngine, saying
+from tests.server.fake_engine import FakeEngine, Step, saying
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError
 from tetrad.core.messages import EngineProgress
+from tetrad.core.request import Request
 from tetrad.server.launch import run
 
 
@@ -31,7 +32,13 @@ async def start(config: ServeConfig, on_progress: Callable[[EngineProgress], Non
         engine.script = saying([18] * 100_000)
         engine.info["context_length"] = engine.info["max_total_tokens"] = 1_000_000
     if behaviour == "dies":
-        asyncio.get_running_loop().call_later(0.5, engine.kill, "The engine ran out of luck.")
+        endless, loop = engine.script, asyncio.get_running_loop()
+
+        def fatal(request: Request) -> Sequence[Step]:
+            loop.call_later(0.2, engine.kill, "The engine ran out of luck.")
+            return endless(request)
+
+        engine.script = fatal
     if behaviour == "sticks":
         engine.step_age_s = 2.0
     return engine
