@@ -60,6 +60,9 @@ class Shared:
     def index(self, which: int) -> Shared:
         return Shared(self.data[int(which)])
 
+    def slice(self, first: int, length: int, dim: int) -> Shared:
+        return Shared(self.data.narrow(dim, first, length))
+
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.data.permute(order))
 
@@ -176,7 +179,8 @@ def language(program: int) -> SimpleNamespace:
         constexpr=object, bfloat16=EXACT, float32=torch.float32,
         pointer_type=lambda kind: STORED.get(kind, kind), broadcast=torch.broadcast_tensors,
         inline_asm_elementwise=fp8_numbers,
-        int32=torch.int32, int64=torch.int64,
+        uint8=torch.uint8, int32=torch.int32, int64=torch.int64,
+        join=lambda a, b: torch.stack([a, b], dim=-1), DistributedLinearLayout=nothing,
         BlockedLayout=nothing, SliceLayout=nothing, NVMMADistributedLayout=nothing,
         NVMMASharedLayout=nothing, SwizzledSharedLayout=nothing,
         static_range=range, num_warps=lambda: 4, warp_specialize=in_parties,

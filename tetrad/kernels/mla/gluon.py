@@ -31,8 +31,7 @@ from tetrad.kernels.experts.gluon_parts import (
     start_copy,
 )
 from tetrad.kernels.mla import triton as portable
-from tetrad.kernels.mla.gluon_fp8 import WARPS as FP8_WARPS
-from tetrad.kernels.mla.gluon_fp8 import attend_fp8_kernel
+from tetrad.kernels.mla.gluon_fp8 import decode_keys
 from tetrad.kernels.mla.gluon_parts import (
     pages_of,
     part_of,
@@ -54,8 +53,8 @@ FEWEST_HEADS = 17
 these are bound by the bytes of keys, however full the products."""
 PARTY_WARPS = 4
 WARPS = constexpr(PARTY_WARPS)
-SCORE_REGISTERS, VALUE_REGISTERS = constexpr(120), constexpr(168)
-"""Per thread, of `_score` and of each `_values`; 56 of 512 are left for `_copy`."""
+REGISTERS, FP8_REGISTERS = constexpr((120, 168, 168)), constexpr((88, 160, 160))
+"""Per thread, of `_score` and of each `_values`; `_copy` gets what is left of 512, 56 or 104."""
 
 
 @jit()
@@ -66,24 +65,17 @@ def _start_columns(target, key, first_column, is_key, WIDTH: gl.constexpr, LAYOU
 
 
 @jit()
-def _copy(
-    slot, entry, queries, pool, chosen, pages, seen, end_key, num_tiles, row, first_head, q, keys,
-    here, free,
-    H: gl.constexpr, C: gl.constexpr, R: gl.constexpr, TOPK: gl.constexpr, BH: gl.constexpr,
-    BT: gl.constexpr, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
+def _copy_keys(
+    slot, entry, pool, chosen, pages, seen, end_key, num_tiles, keys, here, free,
+    C: gl.constexpr, R: gl.constexpr, TOPK: gl.constexpr, BT: gl.constexpr, PAGE: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Queries, then tiles of keys as buffers become free. `slot`: of the first, from `entry` on."""
+    """Tiles of keys as buffers become free. `slot`: of the first, from `entry` on."""
     HALF: gl.constexpr = C // 2
-    if num_tiles > 0:
-        head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, LAYOUT))
-        query = queries + (row.to(gl.int64) * H + head).expand_dims(1) * (C + R)
-        is_head = (head < H).expand_dims(1)
-        _start_columns(q[0], query, 0, is_head, HALF, LAYOUT)
-        _start_columns(q[1], query, HALF, is_head, HALF, LAYOUT)
-        _start_columns(q[2], query, C, is_head, R, LAYOUT)
     for tile in range(num_tiles):
         stage = tile % 2
-        key, is_key = (pool + slot * (C + R)).expand_dims(1), (slot >= 0).expand_dims(1)
+        key = (pool + slot.to(gl.int64) * (C + R)).expand_dims(1)
+        is_key = (slot >= 0).expand_dims(1)
         entry += BT
         position = positions(chosen, entry, end_key, seen, TOPK)
         mbarrier.wait(free.index(stage), (tile // 2 + 1) % 2, pred=tile > 1)
@@ -94,7 +86,36 @@ def _copy(
         copy.mbarrier_arrive(here.index(2 + stage), increment_count=False)
         page = pages_of(pages, position, PAGE)
         slot = slots_of(position, page, PAGE)
-    copy.wait_group(0)
+
+
+@jit()
+def _copy(
+    slot, entry, queries, pool, chosen, pages, seen, end_key, num_tiles, row, first_head, q, keys,
+    here, free,
+    H: gl.constexpr, C: gl.constexpr, R: gl.constexpr, TOPK: gl.constexpr, BH: gl.constexpr,
+    BT: gl.constexpr, PAGE: gl.constexpr, IS_FP8: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Queries, then keys. `LAYOUT`: of a tile of keys."""
+    HALF: gl.constexpr = C // 2
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if num_tiles > 0:
+        head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, WHOLE))
+        query = queries + (row.to(gl.int64) * H + head).expand_dims(1) * (C + R)
+        is_head = (head < H).expand_dims(1)
+        _start_columns(q[0], query, 0, is_head, HALF, WHOLE)
+        _start_columns(q[1], query, HALF, is_head, HALF, WHOLE)
+        _start_columns(q[2], query, C, is_head, R, WHOLE)
+        if IS_FP8:
+            copy.commit_group()
+            decode_keys(
+                slot, entry, pool, chosen, pages, seen, end_key, num_tiles, keys, here, free,
+                C, R, TOPK, BT, PAGE, LAYOUT,
+            )  # fmt: skip
+        else:
+            _copy_keys(
+                slot, entry, pool, chosen, pages, seen, end_key, num_tiles, keys, here, free,
+                C, R, TOPK, BT, PAGE, LAYOUT,
+            )  # fmt: skip
 
 
 @jit()
@@ -215,13 +236,13 @@ def attend_kernel(
     page_stride, num_sequences, num_splits,
     H: gl.constexpr, C: gl.constexpr, R: gl.constexpr, TOPK: gl.constexpr,
     ONE_EACH: gl.constexpr, IS_SPLIT: gl.constexpr, TOPK_PADDED: gl.constexpr,
-    BH: gl.constexpr, BT: gl.constexpr, PAGE: gl.constexpr,
+    BH: gl.constexpr, BT: gl.constexpr, PAGE: gl.constexpr, IS_FP8: gl.constexpr,
 ):  # fmt: skip
     """As `triton.attend_kernel`; scores times `factor` are in powers of two."""
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    # Left and right halves of both buffers are copied; both sums have read a buffer; a buffer's
+    # Left and right halves of both buffers are filled; both sums have read a buffer; a buffer's
     # weights are there, and in the end what sums are multiplied with.
-    here, free, said = _bars(4, 32 * WARPS), _bars(2, 2), _bars(3, 1)
+    here, free, said = _bars(4, 1 if IS_FP8 else 32 * WARPS), _bars(2, 2), _bars(3, 1)
     q, keys, notes = _buffers(BH, BT, C, R)
     first_head, row, part = place(num_splits, H, BH)
     seen, pages = seen_by(
@@ -241,7 +262,7 @@ def attend_kernel(
                 _copy,
                 (
                     slot, entry, queries, pool, chosen, pages, seen, end_key, num_tiles, row,
-                    first_head, q, keys, here, free, H, C, R, TOPK, BH, BT, PAGE, COPIED,
+                    first_head, q, keys, here, free, H, C, R, TOPK, BH, BT, PAGE, IS_FP8, COPIED,
                 ),
             ),
             (
@@ -267,7 +288,7 @@ def attend_kernel(
             ),
         ],
         [WARPS, WARPS, WARPS],
-        [SCORE_REGISTERS, VALUE_REGISTERS, VALUE_REGISTERS],
+        FP8_REGISTERS if IS_FP8 else REGISTERS,
     )  # fmt: skip
 
 
@@ -286,9 +307,7 @@ def attend(
     topk = 0 if selected is None else selected.shape[1]
     out, parts, log_sums = portable.outputs(queries, latent_rank, num_splits)
     assert pool.is_contiguous()
-    is_fp8 = pool.dtype == torch.uint8
-    kernel = attend_fp8_kernel if is_fp8 else attend_kernel
-    kernel[(num_rows * num_splits * cdiv(num_heads, WIDE.heads),)](
+    attend_kernel[(num_rows * num_splits * cdiv(num_heads, WIDE.heads),)](
         queries.contiguous(),
         pool,
         pool if selected is None else selected.contiguous(),
@@ -311,7 +330,8 @@ def attend(
         BH=WIDE.heads,
         BT=WIDE.keys,
         PAGE=PAGE_TOKENS,
-        num_warps=FP8_WARPS if is_fp8 else PARTY_WARPS,
+        IS_FP8=pool.dtype == torch.uint8,
+        num_warps=PARTY_WARPS,
         **chain.options(),
     )
     if num_splits > 1:

@@ -1,9 +1,9 @@
-"""Pieces of the Hopper kernels of latent attention: who does what, scores, sums, the end."""
+"""Pieces of the Hopper kernel of latent attention: which part is whose, where keys lie, the end."""
 
 from __future__ import annotations
 
 from tetrad.kernels import chain
-from tetrad.kernels.experts.gluon_parts import barrier, gl, hopper, jit
+from tetrad.kernels.experts.gluon_parts import gl, jit
 
 
 @jit()
@@ -65,57 +65,7 @@ def pages_of(pages, position, PAGE: gl.constexpr):
 @jit()
 def slots_of(position, page, PAGE: gl.constexpr):
     """Where the keys at some positions lie in the pool, -1 where there is none."""
-    return gl.where(position >= 0, page.to(gl.int64) * PAGE + position % PAGE, -1)
-
-
-@jit()
-def load_queries(
-    queries, row, first_head, latents, rotaries,
-    H: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, LAYOUT))
-    query = queries + (row.to(gl.int64) * H + head).expand_dims(1) * (C + R)
-    is_head = (head < H).expand_dims(1)
-    column = gl.arange(0, C, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    latents.store(gl.load(query + column, mask=is_head & (column < C), other=0.0))
-    column = gl.arange(0, R, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    rotaries.store(gl.load(query + C + column, mask=is_head & (column < R), other=0.0))
-
-
-@jit()
-def start_scores(
-    q_latent, q_rotary, k_latent, k_rotary,
-    BH: gl.constexpr, BT: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """fp32 [head, key], to be waited for."""
-    scores = gl.zeros([BH, BT], gl.float32, LAYOUT)
-    scores = hopper.warpgroup_mma(q_latent, k_latent.permute([1, 0]), scores, is_async=True)
-    return hopper.warpgroup_mma(q_rotary, k_rotary.permute([1, 0]), scores, is_async=True)
-
-
-@jit()
-def fold(scores, largest, total, weights):
-    """One step of the online softmax. Writes the bf16 weights of the step; returns the new largest
-    scores and sums, and what sums so far are multiplied with."""
-    raised = gl.maximum(largest, gl.max(scores, 1))
-    shares = gl.exp2(scores - raised.expand_dims(1))
-    weights.store(shares.to(gl.bfloat16))
-    hopper.fence_async_shared()
-    shrink = gl.exp2(largest - raised)
-    return raised, total * shrink.expand_dims(1) + shares, shrink
-
-
-@jit()
-def buffers(BH: gl.constexpr, BT: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
-    """Shared memory, as wgmma reads it: queries, two tiles of keys, weights."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return (
-        gl.allocate_shared_memory(gl.bfloat16, [BH, C], SHARED),
-        gl.allocate_shared_memory(gl.bfloat16, [BH, R], SHARED),
-        gl.allocate_shared_memory(gl.bfloat16, [2, BT, C], SHARED),
-        gl.allocate_shared_memory(gl.bfloat16, [2, BT, R], SHARED),
-        gl.allocate_shared_memory(gl.bfloat16, [BH, BT], SHARED),
-    )
+    return gl.where(position >= 0, page * PAGE + position % PAGE, -1)
 
 
 @jit()
@@ -123,32 +73,6 @@ def part_of(num_entries, split, num_splits, BT: gl.constexpr):
     """First entry of a part, and the one behind its last."""
     each = gl.cdiv(gl.cdiv(num_entries, BT), num_splits) * BT
     return split * each, gl.minimum(split * each + each, num_entries)
-
-
-@jit()
-def finish(
-    acc, total, largest, staging, out, log_sums, row, part, first_head, has_keys,
-    H: gl.constexpr, C: gl.constexpr, BH: gl.constexpr, IS_SPLIT: gl.constexpr, KEYS: gl.constexpr,
-    SCORES: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Divide by the sums and write; a row that reads nothing gives zeros."""
-    chain.before_next()
-    total = gl.sum(total, 1)
-    is_empty = total == 0.0
-    total = gl.where(is_empty, 1.0, total)
-    acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, VALUES)).expand_dims(1)
-    if IS_SPLIT:
-        head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, SCORES))
-        log_sum = gl.where(is_empty, -float("inf"), largest + gl.log2(total))
-        gl.store(log_sums + part.to(gl.int64) * H + head, log_sum, mask=head < H)
-        if has_keys:
-            store(out, part, first_head, 0, acc, H, C, C, BH, VALUES)
-    else:
-        # Through shared memory, to write 16 bytes at a time: nobody needs the queries any more.
-        barrier()
-        staging.store(acc.to(gl.bfloat16))
-        barrier()
-        store(out, row, first_head, 0, staging.load(KEYS), H, C, C, BH, KEYS)
 
 
 @jit()
