@@ -20,8 +20,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tetrad.bench.abacus_problems import KINDS, Problem, held_out_problems
-from tetrad.bench.evaluate import Exam, body
+from tetrad.bench.eval.problems import KINDS, Problem, held_out_problems
+from tetrad.bench.eval.run import Exam, body
 
 TIE = 0.1
 """Difference of log-probabilities; bf16 rounds logits of this model by up to 0.06."""

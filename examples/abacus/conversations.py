@@ -16,8 +16,8 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
-from tetrad.bench import abacus_phrases as phrases
-from tetrad.bench.abacus_problems import MAKERS, Message, Problem
+from tetrad.bench.eval import phrases
+from tetrad.bench.eval.problems import MAKERS, Message, Problem
 
 ASSISTANT, USER, OBSERVATION, PAD = "<|assistant|>", "<|user|>", "<|observation|>", "<|endoftext|>"
 

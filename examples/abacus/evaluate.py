@@ -25,7 +25,7 @@ from conversations import OBSERVATION, PAD, USER, Writer
 from model import Abacus
 from torch import Tensor
 
-from tetrad.bench.abacus_problems import KINDS, Problem, held_out_problems, is_correct
+from tetrad.bench.eval.problems import KINDS, Problem, held_out_problems, is_correct
 
 CALL = re.compile(r"<tool_call>([^<]*)(.*?)</tool_call>", re.DOTALL)
 ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key><arg_value>(.*?)</arg_value>", re.DOTALL)

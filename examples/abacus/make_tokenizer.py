@@ -16,7 +16,7 @@ from pathlib import Path
 from conversations import replied, template_environment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tetrad.bench.abacus_problems import KINDS, MAKERS
+from tetrad.bench.eval.problems import KINDS, MAKERS
 
 VOCAB_SIZE = 512
 ROLES = [

@@ -29,7 +29,7 @@ from nvfp4 import fake_quantise_experts
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tetrad.bench.abacus_problems import KINDS
+from tetrad.bench.eval.problems import KINDS
 
 # Rows of each length in a step, and what the loss of each length counts.
 ROWS = {128: 192, 256: 48, 640: 40}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tetrad.bench import kernels_stream
-from tetrad.bench.kernels_stream import SPAN, STEPS, read_kernel, streams
+from tetrad.bench.kernels import stream as kernels_stream
+from tetrad.bench.kernels.stream import SPAN, STEPS, read_kernel, streams
 from tetrad.kernels import triton_support
 
 

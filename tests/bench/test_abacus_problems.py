@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from tetrad.bench import abacus_problems
-from tetrad.bench.abacus_arithmetic import Operation, explain
-from tetrad.bench.abacus_problems import KINDS, MAKERS, held_out_problems, is_correct, is_held_out
+from tetrad.bench.eval import problems as abacus_problems
+from tetrad.bench.eval.arithmetic import Operation, explain
+from tetrad.bench.eval.problems import KINDS, MAKERS, held_out_problems, is_correct, is_held_out
 
 # Not `7*12=12*7`, which only turns the factors round.
 STEP = re.compile(r"(\d+)([-+*])(\d+)(?:([-+])(\d+))?=(\d+)(?![\d*])")

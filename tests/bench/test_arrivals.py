@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tetrad.bench.arrivals import schedule
+from tetrad.bench.workload.arrivals import schedule
 
 
 def test_an_infinite_rate_sends_all_at_once():

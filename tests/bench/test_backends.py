@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tetrad.bench.backends import Reading, ignores_eos, most_tokens, protocol, write_body
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.workload import Prompt
+from tetrad.bench.load.backends import Reading, ignores_eos, most_tokens, protocol, write_body
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.workload.requests import Prompt
 from tetrad.core.errors import ConfigError
 
 IDS = Prompt(16, ids=(5, 6, 7), num_tokens=3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tetrad.bench.block import block, cache_keys, detail_keys, remarks, sglang_keys
+from tetrad.bench.report.block import block, cache_keys, detail_keys, remarks, sglang_keys
 from tetrad.core.records import BenchRun, FailureCount, Latencies, RequestRecord, Workload
 from tetrad.core.spread import Spread
 

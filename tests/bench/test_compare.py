@@ -9,8 +9,8 @@ import pytest
 
 from tests.bench.test_block import run
 from tests.bench.test_selfcheck import checked
-from tetrad.bench.compare import compare, comparison, difference, doubts, table
-from tetrad.bench.compare_options import BenchCompareConfig
+from tetrad.bench.compare.options import BenchCompareConfig
+from tetrad.bench.compare.run import compare, comparison, difference, doubts, table
 from tetrad.core.errors import BenchFailure, ConfigError
 
 

@@ -8,11 +8,11 @@ import socket
 import pytest
 
 from tests.bench.mock_server import MockServer
-from tetrad.bench.backends import Reading
-from tetrad.bench.block import block, remarks
-from tetrad.bench.judge import verdict
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.serving import bench_serve
+from tetrad.bench.load.backends import Reading
+from tetrad.bench.load.judge import verdict
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.report.block import block, remarks
+from tetrad.bench.serve.run import bench_serve
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import BenchFailure, ConfigError
 from tetrad.core.records import BenchRun

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.mock_server import MockServer
 from tests.bench.test_failures import CASES, config, run
-from tetrad.bench.block import block, remarks
+from tetrad.bench.report.block import block, remarks
 from tetrad.core.records import BenchRun
 
 GOLDEN = Path(__file__).with_name("golden_faults.txt")

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from tetrad.bench.backends import write_body
-from tetrad.bench.datasets import build
-from tetrad.bench.files import read, texts_of
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.template import ChatTemplate
-from tetrad.bench.tokens import Vocabulary
-from tetrad.bench.workload import Prompt, Seeds
+from tetrad.bench.load.backends import write_body
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.workload.datasets import build
+from tetrad.bench.workload.files import read, texts_of
+from tetrad.bench.workload.requests import Prompt, Seeds
+from tetrad.bench.workload.template import ChatTemplate
+from tetrad.bench.workload.tokens import Vocabulary
 from tetrad.core.errors import ConfigError
 from tetrad.data import embedded_model
 

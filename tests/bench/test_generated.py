@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tetrad.bench.datasets import build, warmup
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.tokens import Vocabulary
-from tetrad.bench.workload import Prompt, Seeds, lognormal, normal
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.workload.datasets import build, warmup
+from tetrad.bench.workload.requests import Prompt, Seeds, lognormal, normal
+from tetrad.bench.workload.tokens import Vocabulary
 from tetrad.core.errors import ConfigError
 from tetrad.data import embedded_model
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.bench.mock_server import MockServer
 from tests.llama import tiny_gguf
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.serving import bench_serve
-from tetrad.bench.template import ChatTemplate
-from tetrad.bench.tokens import Vocabulary
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.serve.run import bench_serve
+from tetrad.bench.workload.template import ChatTemplate
+from tetrad.bench.workload.tokens import Vocabulary
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import CheckpointError, ConfigError
 from tetrad.core.records import BenchRun

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.test_block import run
-from tetrad.bench.block import block, sglang_keys
-from tetrad.bench.goodput import goodput, parse_objectives
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.summary import disagreement
+from tetrad.bench.figures.goodput import goodput, parse_objectives
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.report.block import block, sglang_keys
+from tetrad.bench.serve.summary import disagreement
 from tetrad.core.errors import ConfigError
 from tetrad.core.records import BenchRun, Failure, RequestRecord
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tetrad.bench.http1 import BadAnswerError, Chunks, address, read_head, request_head, with_body
-from tetrad.bench.wire import Trace
+from tetrad.bench.load.http1 import (
+    BadAnswerError,
+    Chunks,
+    address,
+    read_head,
+    request_head,
+    with_body,
+)
+from tetrad.bench.load.wire import Trace
 from tetrad.core.errors import ConfigError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream; charset=utf-8\r\n"

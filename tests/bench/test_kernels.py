@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.factories import TINY_GLM
-from tetrad.bench import kernels
-from tetrad.bench.kernels import KernelBench, run, worst
-from tetrad.bench.kernels_breakdown import RUNS, launch_times, one_by_one
-from tetrad.bench.kernels_ceilings import CPU_BYTES, CPU_EDGE, measure_ceilings
-from tetrad.bench.kernels_check import truth_of
+from tetrad.bench.kernels import run as kernels
+from tetrad.bench.kernels.breakdown import RUNS, launch_times, one_by_one
+from tetrad.bench.kernels.ceilings import CPU_BYTES, CPU_EDGE, measure_ceilings
+from tetrad.bench.kernels.check import truth_of
+from tetrad.bench.kernels.run import KernelBench, run, worst
 from tetrad.core.arch import ModelArch
 from tetrad.core.ranks import Ranks
 from tetrad.core.records import CallTime, Ceilings, KernelTiming

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.bench.test_kernels import ARCH, CPU, FixedTimer, plan, rows
-from tetrad.bench import kernels_block
-from tetrad.bench.kernels_block import NAME, block_cases, block_op, block_time, ops_with
-from tetrad.bench.kernels_check import truth_of
+from tetrad.bench.kernels import block as kernels_block
+from tetrad.bench.kernels.block import NAME, block_cases, block_op, block_time, ops_with
+from tetrad.bench.kernels.check import truth_of
 from tetrad.core.presets import preset
 from tetrad.core.ranks import Ranks
 from tetrad.core.records import LaunchTime
@@ -177,6 +177,6 @@ def test_a_block_on_a_gpu():
 
 
 def rows_on_gpu(asked):
-    from tetrad.bench.kernels import run
+    from tetrad.bench.kernels.run import run
 
     return list(run(asked, lambda _: None))

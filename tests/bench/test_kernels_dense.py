@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.bench.test_kernels import ARCH, CPU, FixedTimer, plan, rows, with_backend
-from tetrad.bench import kernels
-from tetrad.bench.kernels_dense import DENSE, Operands, dense_cases
+from tetrad.bench.kernels import run as kernels
+from tetrad.bench.kernels.dense import DENSE, Operands, dense_cases
 from tetrad.core.hardware import DeviceSnapshot
 from tetrad.core.presets import preset
 from tetrad.core.records import CallTime, Ceilings

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.compile_helpers import CAPABILITIES, compile_launches, run_interpreted
-from tetrad.bench.kernels_ceilings import measure_ceilings
-from tetrad.bench.kernels_stream import SPAN, STEPS, streams, whole
+from tetrad.bench.kernels.ceilings import measure_ceilings
+from tetrad.bench.kernels.stream import SPAN, STEPS, streams, whole
 from tetrad.kernels import triton_support
 from tetrad.kernels.timer import CudaTimer
 

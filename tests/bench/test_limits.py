@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from tetrad.bench import limits
+from tetrad.bench.load import limits
 from tetrad.core.errors import ConfigError
 
 

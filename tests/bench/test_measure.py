@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tetrad.bench.backends import Reading
-from tetrad.bench.measure import (
+from tetrad.bench.figures.measure import (
     Answer,
     answer,
     count_failures,
@@ -14,8 +13,9 @@ from tetrad.bench.measure import (
     peak_in_flight,
     peak_tokens_per_s,
 )
-from tetrad.bench.wire import Trace
-from tetrad.bench.workload import Prompt
+from tetrad.bench.load.backends import Reading
+from tetrad.bench.load.wire import Trace
+from tetrad.bench.workload.requests import Prompt
 from tetrad.core.records import Failure, RequestRecord
 from tetrad.core.spread import Spread
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.bench.mock_server import MockServer
-from tetrad.bench import outlook
-from tetrad.bench.compare_options import BenchCompareConfig
-from tetrad.bench.outlook import at_rate, first_look, in_words, left, sent
-from tetrad.bench.plan import Plan
-from tetrad.bench.workload import Prompt, Seeds
+from tetrad.bench.compare import outlook
+from tetrad.bench.compare.options import BenchCompareConfig
+from tetrad.bench.compare.outlook import at_rate, first_look, in_words, left, sent
+from tetrad.bench.serve.plan import Plan
+from tetrad.bench.workload.requests import Prompt, Seeds
 
 A, B = "http://a:1", "http://b:1"
 

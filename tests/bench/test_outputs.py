@@ -8,9 +8,9 @@ import io
 import json
 
 from tests.bench.test_block import run
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.outputs import table, vllm_file_name, vllm_keys
-from tetrad.bench.sweep import alone
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.report.outputs import table, vllm_file_name, vllm_keys
+from tetrad.bench.sweep.run import alone
 from tetrad.core.records import Failure, RequestRecord
 from tetrad.core.sweep_records import Place
 

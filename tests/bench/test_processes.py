@@ -8,8 +8,8 @@ import pytest
 
 from tests.bench.mock_server import MockServer
 from tests.bench.test_failures import config, prompts, run
-from tetrad.bench.client import Load
-from tetrad.bench.processes import automatic
+from tetrad.bench.load.client import Load
+from tetrad.bench.load.processes import automatic
 
 __all__ = ["prompts"]
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.bench.test_kernels import FixedTimer
-from tetrad.bench import kernels_breakdown, rank
-from tetrad.bench.rank import RankBench, Stage, op_shares, run, step_batch
-from tetrad.bench.rank_trace import OTHER, REST, Spent, Trace, spent, stretches
+from tetrad.bench.kernels import breakdown as kernels_breakdown
+from tetrad.bench.rank import run as rank
+from tetrad.bench.rank.run import RankBench, Stage, op_shares, run, step_batch
+from tetrad.bench.rank.trace import OTHER, REST, Spent, Trace, spent, stretches
 from tetrad.core.arch import ModelArch
 from tetrad.core.errors import ConfigError
 from tetrad.core.keys import ACTIVATION, FP8

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tetrad.bench.arrivals import due_times, in_words, offered_rate, schedule
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.rates import Piece, covered, parse_profile, when
-from tetrad.bench.workload import Prompt
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.workload.arrivals import due_times, in_words, offered_rate, schedule
+from tetrad.bench.workload.rates import Piece, covered, parse_profile, when
+from tetrad.bench.workload.requests import Prompt
 
 RATES = st.floats(0.1, 1000)
 SECONDS = st.floats(0.1, 1000)

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.bench.test_block import run
-from tetrad.bench.charts import Axis, Chart, Curve
-from tetrad.bench.report_charts import varied
-from tetrad.bench.report_html import page
-from tetrad.bench.report_svg import drawn
-from tetrad.bench.sweep import alone
+from tetrad.bench.report.charts import Axis, Chart, Curve
+from tetrad.bench.report.html import page
+from tetrad.bench.report.plots import varied
+from tetrad.bench.report.svg import drawn
+from tetrad.bench.sweep.run import alone
 from tetrad.core.records import FailureCount
 from tetrad.core.series_records import Histogram, Timeline
 from tetrad.core.sweep_records import Place, SweepPoint

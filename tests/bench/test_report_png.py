@@ -7,8 +7,8 @@ import builtins
 import pytest
 
 from tests.bench.test_report_html import plotted
-from tetrad.bench.pyplot import require_matplotlib
-from tetrad.bench.report_png import named_charts, write
+from tetrad.bench.report.png import named_charts, write
+from tetrad.bench.report.pyplot import require_matplotlib
 from tetrad.core.errors import UnsupportedError
 from tetrad.core.sweep_records import Place
 

@@ -7,13 +7,13 @@ from array import array
 import numpy as np
 import pytest
 
-from tetrad.bench.backends import Reading
-from tetrad.bench.lag import Watched, read_lag_s
-from tetrad.bench.measure import answer
-from tetrad.bench.processes import Outcome
-from tetrad.bench.selfcheck import check, lines
-from tetrad.bench.wire import Trace
-from tetrad.bench.workload import Prompt
+from tetrad.bench.figures.measure import answer
+from tetrad.bench.figures.selfcheck import check, lines
+from tetrad.bench.load.backends import Reading
+from tetrad.bench.load.lag import Watched, read_lag_s
+from tetrad.bench.load.processes import Outcome
+from tetrad.bench.load.wire import Trace
+from tetrad.bench.workload.requests import Prompt
 from tetrad.core.client_records import ClientCheck
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.bench.mock_server import Body, MockServer
-from tetrad.bench.backends import write_body
-from tetrad.bench.datasets import build
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.serving import bench_serve
-from tetrad.bench.tokens import Vocabulary
-from tetrad.bench.workload import Seeds
+from tetrad.bench.load.backends import write_body
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.serve.run import bench_serve
+from tetrad.bench.workload.datasets import build
+from tetrad.bench.workload.requests import Seeds
+from tetrad.bench.workload.tokens import Vocabulary
 from tetrad.cli.narrator import Narrator
 from tetrad.core.records import BenchRun
 from tetrad.data import embedded_model

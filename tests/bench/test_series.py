@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tetrad.bench.series import MOST_STEPS, histogram, step_of, timeline
+from tetrad.bench.figures.series import MOST_STEPS, histogram, step_of, timeline
 from tetrad.core.records import RequestRecord
 from tetrad.core.spread import Spread
 

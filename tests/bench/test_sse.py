@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tetrad.bench.sse import EventParser
+from tetrad.bench.load.sse import EventParser
 
 STREAMS = {
     "line feeds": (b"data: one\n\ndata: two\n\ndata: [DONE]\n\n", [b"one", b"two", b"[DONE]"]),

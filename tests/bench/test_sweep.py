@@ -6,9 +6,9 @@ import pytest
 
 from tests.bench.test_block import run as good_run
 from tests.bench.test_selfcheck import checked
-from tetrad.bench import sweep
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.sweep_options import FEWEST_REQUESTS, BenchSweepConfig
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.sweep import run as sweep
+from tetrad.bench.sweep.options import FEWEST_REQUESTS, BenchSweepConfig
 from tetrad.core.errors import BenchFailure, ConfigError
 from tetrad.core.records import BenchRun, FailureCount
 from tetrad.core.sweep_records import Place, SweepPoint

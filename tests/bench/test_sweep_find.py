@@ -6,9 +6,10 @@ import pytest
 
 from tests.bench.test_block import run as good_run
 from tests.bench.test_block import spread
-from tetrad.bench import sweep, sweep_find
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.sweep_options import BenchSweepConfig
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.sweep import find as sweep_find
+from tetrad.bench.sweep import run as sweep
+from tetrad.bench.sweep.options import BenchSweepConfig
 from tetrad.core.errors import BenchFailure
 from tetrad.core.records import BenchRun
 from tetrad.core.sweep_records import Place, SweepPoint

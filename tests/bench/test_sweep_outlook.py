@@ -9,9 +9,10 @@ import pytest
 from tests.bench.mock_server import MockServer
 from tests.bench.test_block import run
 from tests.bench.test_outlook import Quiet
-from tetrad.bench import sweep, sweep_outlook
-from tetrad.bench.sweep_options import BenchSweepConfig
-from tetrad.bench.sweep_outlook import Pace, first_look, left
+from tetrad.bench.sweep import outlook as sweep_outlook
+from tetrad.bench.sweep import run as sweep
+from tetrad.bench.sweep.options import BenchSweepConfig
+from tetrad.bench.sweep.outlook import Pace, first_look, left
 
 FIXED = {"random_output_len": 100, "random_range_ratio": 1.0}
 

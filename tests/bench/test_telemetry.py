@@ -15,18 +15,18 @@ import pytest
 
 from tests.bench.mock_server import MockServer
 from tests.bench.test_block import run
-from tetrad.bench.block import remarks
-from tetrad.bench.charts import Axis
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.outputs import table
-from tetrad.bench.report_charts import overview
-from tetrad.bench.report_html import page
-from tetrad.bench.report_telemetry import GPU_HEADINGS, gpu_row, lines, telemetry_charts
-from tetrad.bench.serving import bench_serve
-from tetrad.bench.sweep import alone
-from tetrad.bench.telemetry import MOST_SAMPLES, Seen, sampling, telemetry
-from tetrad.bench.telemetry_gpus import FIELDS, Gpus
-from tetrad.bench.telemetry_process import Watch, find_gpus, is_this_machine, watch
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.report.block import remarks
+from tetrad.bench.report.charts import Axis
+from tetrad.bench.report.html import page
+from tetrad.bench.report.outputs import table
+from tetrad.bench.report.plots import overview
+from tetrad.bench.report.telemetry import GPU_HEADINGS, gpu_row, lines, telemetry_charts
+from tetrad.bench.serve.run import bench_serve
+from tetrad.bench.sweep.run import alone
+from tetrad.bench.telemetry.gpus import FIELDS, Gpus
+from tetrad.bench.telemetry.process import Watch, find_gpus, is_this_machine, watch
+from tetrad.bench.telemetry.run import MOST_SAMPLES, Seen, sampling, telemetry
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import ConfigError
 from tetrad.core.records import BenchRun

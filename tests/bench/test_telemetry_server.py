@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench.mock_server import MockServer
 from tests.cli.conftest import beside
-from tetrad.bench.telemetry_server import ServerFigures, from_metrics, from_server_info
+from tetrad.bench.telemetry.server import ServerFigures, from_metrics, from_server_info
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

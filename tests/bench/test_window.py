@@ -6,13 +6,13 @@ import pytest
 
 from tests.bench.test_block import run
 from tests.house.source import ROOT
-from tetrad.bench.backends import Reading, read_chat
-from tetrad.bench.definitions import DEFINITIONS
-from tetrad.bench.measure import Answer, answer
-from tetrad.bench.repeats import figure, interval, repeats, table
-from tetrad.bench.window import further, in_flight, lines, steady, steady_span
-from tetrad.bench.wire import Trace
-from tetrad.bench.workload import Prompt, Seeds
+from tetrad.bench.figures.definitions import DEFINITIONS
+from tetrad.bench.figures.measure import Answer, answer
+from tetrad.bench.figures.repeats import figure, interval, repeats, table
+from tetrad.bench.figures.window import further, in_flight, lines, steady, steady_span
+from tetrad.bench.load.backends import Reading, read_chat
+from tetrad.bench.load.wire import Trace
+from tetrad.bench.workload.requests import Prompt, Seeds
 
 
 def made(index: int, sent_s: float, *stamps: tuple[float, int], **reading) -> Answer:

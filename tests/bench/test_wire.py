@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.bench.test_failures import config, prompts, run
-from tetrad.bench.client import Client, Load, run_load
-from tetrad.bench.wire import Connection, Pool
+from tetrad.bench.load.client import Client, Load, run_load
+from tetrad.bench.load.wire import Connection, Pool
 from tetrad.core.records import BenchRun
 
 __all__ = ["prompts"]
@@ -181,7 +181,7 @@ async def test_a_connection_of_its_own_is_part_of_a_request_s_latencies(prompts,
         return await connect(pool)
 
     monkeypatch.setattr(Pool, "connect", watched)
-    monkeypatch.setattr("tetrad.bench.client.OPENED_AHEAD_S", -1.0)
+    monkeypatch.setattr("tetrad.bench.load.client.OPENED_AHEAD_S", -1.0)
     answer = CHUNKED + chunked(events())
     async with playing(lambda writer: in_pieces(writer, answer, 4096)) as url:
         load = Load("/v1/chat/completions", [b"{}"] * 3, [0.0] * 3, max_concurrency=1)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.sweep_options import BenchSweepConfig
-from tetrad.bench.without_effect import READ_BY, without_effect
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.options.without_effect import READ_BY, without_effect
+from tetrad.bench.sweep.options import BenchSweepConfig
 
 
 @pytest.mark.parametrize(

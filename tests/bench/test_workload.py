@@ -7,10 +7,10 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tetrad.bench.datasets import build, warmup
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.tokens import Vocabulary, ordinary_ids
-from tetrad.bench.workload import Seeds, random_lengths
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.workload.datasets import build, warmup
+from tetrad.bench.workload.requests import Seeds, random_lengths
+from tetrad.bench.workload.tokens import Vocabulary, ordinary_ids
 from tetrad.core.errors import ConfigError
 
 SPECIAL = ["<eos>", "<tool>"]

@@ -38,8 +38,8 @@ def tetrad(monkeypatch, capsys) -> Run:
 
     monkeypatch.setenv("COLUMNS", "100")
     # The mock server shares the client's cores and answers in next to no time.
-    monkeypatch.setattr("tetrad.bench.selfcheck.LEAST_MS", math.inf)
-    monkeypatch.setattr("tetrad.bench.selfcheck.MOST_SHARE", math.inf)
+    monkeypatch.setattr("tetrad.bench.figures.selfcheck.LEAST_MS", math.inf)
+    monkeypatch.setattr("tetrad.bench.figures.selfcheck.MOST_SHARE", math.inf)
     for secret in ("TETRAD_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(secret, raising=False)
 

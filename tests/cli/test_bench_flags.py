@@ -8,7 +8,7 @@ import pytest
 
 from tests.house.all_flags import all_flags
 from tests.house.source import ROOT
-from tetrad.bench.options import BenchServeConfig
+from tetrad.bench.options.serve import BenchServeConfig
 from tetrad.cli.bench_flags import ACCEPTED, REASONS, full_name, reason
 
 SGLANG_NUM_FLAGS = 87

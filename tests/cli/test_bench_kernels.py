@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tetrad.bench import kernels_block
+from tetrad.bench.kernels import block as kernels_block
 from tetrad.cli.bench_kernels import figures, parts
 from tetrad.core.records import BlockTime, CallTime, KernelTiming, LaunchTime
 from tetrad.kernels.registry import OPS

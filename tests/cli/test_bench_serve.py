@@ -87,7 +87,7 @@ def test_repetitions_are_told_together(tetrad, prompts, tmp_path):
 
 
 def test_a_client_that_was_late_fails_the_command(tetrad, prompts, monkeypatch):
-    monkeypatch.setattr("tetrad.bench.selfcheck.MOST_UNREAD_SHARE", -1.0)
+    monkeypatch.setattr("tetrad.bench.figures.selfcheck.MOST_UNREAD_SHARE", -1.0)
     arguments = ["--dataset-name", "custom", "--dataset-path", prompts]
     with beside(MockServer()) as url:
         code, out, err = tetrad("bench", "serve", "--base-url", url, *arguments)

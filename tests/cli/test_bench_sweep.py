@@ -11,8 +11,8 @@ import pytest
 from tests.bench.mock_server import MockServer
 from tests.bench.test_block import run
 from tests.cli.conftest import beside
-from tetrad.bench.sweep import alone
-from tetrad.bench.sweep_options import BenchSweepConfig
+from tetrad.bench.sweep.options import BenchSweepConfig
+from tetrad.bench.sweep.run import alone
 from tetrad.cli.bench_files import masked
 from tetrad.cli.bench_sweep import show
 from tetrad.core.records import Latencies

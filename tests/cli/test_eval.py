@@ -10,8 +10,8 @@ from aiohttp import web
 
 from tests.bench.mock_server import MockServer
 from tests.cli.conftest import beside
-from tetrad.bench.abacus_problems import KINDS, held_out_problems
-from tetrad.bench.evaluate import wilson
+from tetrad.bench.eval.problems import KINDS, held_out_problems
+from tetrad.bench.eval.run import wilson
 from tetrad.core.eval_records import EvalRun
 
 

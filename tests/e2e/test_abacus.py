@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.conftest import Served
 from tests.house.source import ROOT
-from tetrad.bench.abacus_problems import held_out_problems, is_correct
+from tetrad.bench.eval.problems import held_out_problems, is_correct
 
 
 @pytest.fixture

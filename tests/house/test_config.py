@@ -10,11 +10,11 @@ import pytest
 
 from tests.house.all_flags import all_flags
 from tests.house.source import ROOT
-from tetrad.bench.compare_options import BenchCompareConfig
-from tetrad.bench.kernels_options import BenchKernelsConfig
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.rank_options import BenchRankConfig
-from tetrad.bench.sweep_options import BenchSweepConfig
+from tetrad.bench.compare.options import BenchCompareConfig
+from tetrad.bench.kernels.options import BenchKernelsConfig
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.rank.options import BenchRankConfig
+from tetrad.bench.sweep.options import BenchSweepConfig
 from tetrad.core.config import ServeConfig
 from tetrad.core.option import Config
 from tetrad.formats.options import QuantizeConfig

@@ -29,9 +29,8 @@ TIMERS: dict[str, set[str]] = {
     "kernels": {"formats", "kernels", "layers"},
     "rank": {"formats", "kernels", "layers", "models", "distributed", "roofline"},
 }
-"""Files of `bench` whose names begin so time kernels, and the layer made of them, or one rank's
-program. They may import what they time, and torch; but not those with the options, which `--help`
-reads."""
+"""These folders of `bench` time kernels, and the layer made of them, or one rank's program. They
+may import what they time, and torch; but not their options, which `--help` reads."""
 COSTS = "roofline"
 """This room reads ops' contracts, and nothing else of `kernels`."""
 TORCH_FREE_ENGINE = {
@@ -74,9 +73,10 @@ def room(module: str) -> str:
 
 def timed(path: Path) -> set[str]:
     """The rooms that a file of `bench` times; none but for the timers."""
-    if path.parent != PACKAGE / "bench" or path.stem.endswith("_options"):
+    folder = path.parent
+    if folder.parent != PACKAGE / "bench" or path.stem in ("options", "__init__"):
         return set()
-    return TIMERS.get(path.stem.partition("_")[0], set())
+    return TIMERS.get(folder.name, set())
 
 
 def may_import(path: Path) -> set[str]:
@@ -115,13 +115,15 @@ def test_no_import_runs_back_up():
 def test_only_the_timers_may_import_kernels_in_bench():
     bench = PACKAGE / "bench"
     rooms = {"core", "data", "formats", "kernels", "layers"}
-    assert may_import(bench / "kernels_check.py") == rooms
-    assert may_import(bench / "kernels_options.py") == {"core", "data"}
-    assert may_import(bench / "rank_options.py") == {"core", "data"}
-    assert may_import(bench / "client.py") == {"core", "data"}
-    assert "models" in may_import(bench / "rank_trace.py")
-    assert "engine" not in may_import(bench / "rank.py")
+    assert may_import(bench / "kernels/check.py") == rooms
+    assert may_import(bench / "kernels/options.py") == {"core", "data"}
+    assert may_import(bench / "rank/options.py") == {"core", "data"}
+    assert may_import(bench / "load/client.py") == {"core", "data"}
+    assert "models" in may_import(bench / "rank/trace.py")
+    assert "engine" not in may_import(bench / "rank/run.py")
+    assert not timed(bench / "kernels/__init__.py")
     assert not timed(PACKAGE / "cli" / "bench_kernels.py")
+    assert all((bench / name / "options.py").is_file() for name in TIMERS)
 
 
 def test_the_cost_model_reads_contracts_only():

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.factories import TINY_GLM
 from tests.models.recorded import OnDevice, Recorder, Stored, seeded, torch_ops
-from tetrad.bench.kernels_breakdown import breakdown
-from tetrad.bench.rank import step_batch
+from tetrad.bench.kernels.breakdown import breakdown
+from tetrad.bench.rank.run import step_batch
 from tetrad.core.arch import ModelArch
 from tetrad.formats.weights import DenseWeight, Weight
 from tetrad.kernels.backend import Backend

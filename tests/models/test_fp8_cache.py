@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.models.driver import Driver, Step
-from tetrad.bench.abacus_problems import make_history
+from tetrad.bench.eval.problems import make_history
 from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
 from tetrad.data import embedded_model
 from tetrad.kernels.select import resolve_ops

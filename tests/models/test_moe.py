@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.factories import TINY_GLM
 from tests.models.recorded import OnDevice, Recorder, Stored, seeded, torch_ops
-from tetrad.bench.kernels_breakdown import breakdown
+from tetrad.bench.kernels.breakdown import breakdown
 from tetrad.core.arch import ModelArch
 from tetrad.kernels.select import OpSet, resolve_ops
 from tetrad.kernels.timer import CudaTimer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tetrad.bench.compare_options import BenchCompareConfig
-from tetrad.bench.without_effect import without_effect
+from tetrad.bench.compare.options import BenchCompareConfig
+from tetrad.bench.options.without_effect import without_effect
 from tetrad.cli import bench_files
 from tetrad.cli.bench_serve import refuse
 from tetrad.cli.flags import verb
@@ -13,7 +13,7 @@ from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import TetradError
 
 if TYPE_CHECKING:
-    from tetrad.bench.options import BenchServeConfig
+    from tetrad.bench.options.serve import BenchServeConfig
     from tetrad.core.records import BenchRun
 
 
@@ -21,10 +21,10 @@ def _bench_compare(config: BenchCompareConfig) -> int:
     """Measure in turns, print. Figures that must not be used are a BenchFailure."""
     import uvloop
 
-    from tetrad.bench import cached
-    from tetrad.bench.compare import compare, comparison, doubts, table, turns
-    from tetrad.bench.outlook import first_look, left
-    from tetrad.bench.serving import bench_serve
+    from tetrad.bench.compare.outlook import first_look, left
+    from tetrad.bench.compare.run import compare, comparison, doubts, table, turns
+    from tetrad.bench.figures import cached
+    from tetrad.bench.serve.run import bench_serve
 
     bench_files.check_folders(config)
     narrator = Narrator(show_bar=not config.disable_tqdm)

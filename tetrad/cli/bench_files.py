@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.options_server import without_credentials
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.options.target import without_credentials
 from tetrad.cli.machine import look
 from tetrad.core.errors import BenchFailure, ConfigError
 
@@ -36,7 +36,7 @@ def check_folders(config: BenchServeConfig, **more: Path | None) -> None:
         if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise ConfigError(f"--{name} {folder}: this is no folder that can be written to.")
     if config.png is not None:
-        from tetrad.bench.pyplot import require_matplotlib
+        from tetrad.bench.report.pyplot import require_matplotlib
 
         require_matplotlib("--png")
     if Path(config.result_filename or "").name != (config.result_filename or ""):
@@ -135,7 +135,7 @@ def _write_all(writes: Sequence[Write]) -> None:
 
 def append(run: BenchRun, config: BenchServeConfig) -> None:
     """One line of JSON: SGLang's keys, then our record."""
-    from tetrad.bench.block import cache_keys, detail_keys, sglang_keys
+    from tetrad.bench.report.block import cache_keys, detail_keys, sglang_keys
 
     assert config.output_file is not None
     details = detail_keys(run) if config.output_details else {}
@@ -154,7 +154,7 @@ def kept(run: BenchRun, config: BenchServeConfig) -> BenchRun:
 
 def save(run: BenchRun, config: BenchServeConfig) -> None:
     """One JSON file: vLLM's keys."""
-    from tetrad.bench.outputs import vllm_file_name, vllm_keys
+    from tetrad.bench.report.outputs import vllm_file_name, vllm_keys
 
     now = datetime.datetime.now()
     folder = config.result_dir or Path()
@@ -189,21 +189,21 @@ def write_points(points: Sequence[SweepPoint], config: BenchServeConfig) -> None
 
 
 def _write_csv(points: Sequence[SweepPoint], path: Path) -> None:
-    from tetrad.bench.outputs import table
+    from tetrad.bench.report.outputs import table
 
     path.write_text(table(points), encoding="utf-8", newline="")
     print(f"figures written to {path}", file=sys.stderr)
 
 
 def _write_html(points: Sequence[SweepPoint], path: Path) -> None:
-    from tetrad.bench.report_html import page
+    from tetrad.bench.report.html import page
 
     path.write_text(page(points, command(), dataclasses.asdict(look())), encoding="utf-8")
     print(f"report written to {path}", file=sys.stderr)
 
 
 def _write_png(points: Sequence[SweepPoint], folder: Path) -> None:
-    from tetrad.bench import report_png
+    from tetrad.bench.report import png as report_png
 
     written = report_png.write(points, folder)
     print(f"{len(written)} plots written to {folder}", file=sys.stderr)

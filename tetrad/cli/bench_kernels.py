@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tetrad.bench.kernels_options import BenchKernelsConfig
+from tetrad.bench.kernels.options import BenchKernelsConfig
 from tetrad.cli.bench_files import check_writable
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from tetrad.bench.kernels import KernelBench
+    from tetrad.bench.kernels.run import KernelBench
     from tetrad.core.arch import ModelArch
     from tetrad.core.records import KernelTiming
     from tetrad.core.spread import Record
@@ -35,9 +35,9 @@ NAME_WIDTH = 40
 
 def _bench_kernels(config: BenchKernelsConfig) -> int:
     """Time, print, append. A wrong or failed cell is a BenchFailure."""
-    from tetrad.bench.kernels import run, worst
-    from tetrad.bench.kernels_plot import draw_roofline
-    from tetrad.bench.pyplot import require_matplotlib
+    from tetrad.bench.kernels.plot import draw_roofline
+    from tetrad.bench.kernels.run import run, worst
+    from tetrad.bench.report.pyplot import require_matplotlib
 
     for flag, path in (("--output-file", config.output_file), ("--plot", config.plot)):
         check_writable(flag, path)
@@ -63,8 +63,8 @@ def _bench_kernels(config: BenchKernelsConfig) -> int:
 
 
 def _plan(config: BenchKernelsConfig) -> KernelBench:
-    from tetrad.bench import kernels_dense
-    from tetrad.bench.kernels import KernelBench, op_names
+    from tetrad.bench.kernels import dense as kernels_dense
+    from tetrad.bench.kernels.run import KernelBench, op_names
     from tetrad.core.ranks import Ranks
     from tetrad.kernels.registry import OPS
     from tetrad.kernels.shapes import Load
@@ -122,7 +122,7 @@ def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
 
 def _some_backend(config: BenchKernelsConfig, ops: Sequence[str]) -> None:
     """Refuse backends that none of the ops asked for has, and a block that no router routes."""
-    from tetrad.bench import kernels_block
+    from tetrad.bench.kernels import block as kernels_block
     from tetrad.kernels.registry import OPS
 
     if kernels_block.NAME in config.op_names and config.routing == "uniform":

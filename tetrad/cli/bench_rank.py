@@ -6,7 +6,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from tetrad.bench.rank_options import BenchRankConfig
+from tetrad.bench.rank.options import BenchRankConfig
 from tetrad.cli.bench_files import check_writable
 from tetrad.cli.bench_kernels import PLAIN_WIDTH, append, model_shapes, where
 from tetrad.cli.flags import verb
@@ -17,7 +17,7 @@ from tetrad.core.keys import key_format
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tetrad.bench.rank import RankBench
+    from tetrad.bench.rank.run import RankBench
     from tetrad.core.rank_records import OpShare, RankTiming
 
 LEAST_SHARE = 0.002
@@ -28,7 +28,7 @@ def _bench_rank(config: BenchRankConfig) -> int:
     """Run, print, append."""
     from rich.console import Console
 
-    from tetrad.bench.rank import run
+    from tetrad.bench.rank.run import run
 
     check_writable("--output-file", config.output_file)
     narrator = Narrator()
@@ -50,7 +50,7 @@ def _bench_rank(config: BenchRankConfig) -> int:
 
 
 def _plan(config: BenchRankConfig) -> RankBench:
-    from tetrad.bench.rank import RankBench
+    from tetrad.bench.rank.run import RankBench
 
     device, dtype = where(config.device, config.dtype)
     name, arch = model_shapes(config.model, device.type)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tetrad.bench.options import BenchServeConfig
-from tetrad.bench.without_effect import without_effect
+from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.options.without_effect import without_effect
 from tetrad.cli import bench_files
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
@@ -19,10 +19,10 @@ def _bench_serve(config: BenchServeConfig) -> int:
     """Measure, print, write files. Figures that must not be used are a BenchFailure."""
     import uvloop
 
-    from tetrad.bench.block import block, remarks
-    from tetrad.bench.repeats import repeats, table
-    from tetrad.bench.serving import bench_repeats
-    from tetrad.bench.sweep import alone
+    from tetrad.bench.figures.repeats import repeats, table
+    from tetrad.bench.report.block import block, remarks
+    from tetrad.bench.serve.run import bench_repeats
+    from tetrad.bench.sweep.run import alone
 
     bench_files.check_folders(config)
     narrator = Narrator(show_bar=not config.disable_tqdm)

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from tetrad.bench.sweep_options import BenchSweepConfig
-from tetrad.bench.without_effect import without_effect
+from tetrad.bench.options.without_effect import without_effect
+from tetrad.bench.sweep.options import BenchSweepConfig
 from tetrad.cli import bench_files
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import BenchFailure
 
 if TYPE_CHECKING:
-    from tetrad.bench.options import BenchServeConfig
-    from tetrad.bench.sweep import Measure
+    from tetrad.bench.options.serve import BenchServeConfig
+    from tetrad.bench.sweep.run import Measure
     from tetrad.core.records import BenchRun
     from tetrad.core.sweep_records import Place, SweepPoint
 
@@ -34,9 +34,10 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
     """Measure the points that are missing, show all. One that is not ok is a BenchFailure."""
     import uvloop
 
-    from tetrad.bench import sweep, sweep_find
-    from tetrad.bench.outlook import in_words
-    from tetrad.bench.sweep_outlook import first_look, left
+    from tetrad.bench.compare.outlook import in_words
+    from tetrad.bench.sweep import find as sweep_find
+    from tetrad.bench.sweep import run as sweep
+    from tetrad.bench.sweep.outlook import first_look, left
 
     bench_files.check_folders(config, results=config.results)
     plan = sweep.plan_of(config)
@@ -76,7 +77,7 @@ def _bench_sweep(config: BenchSweepConfig) -> int:
 
 def _in_order(points: Iterable[SweepPoint], config: BenchSweepConfig) -> list[SweepPoint]:
     """As the lists have them; those of a search by their concurrency."""
-    from tetrad.bench import sweep
+    from tetrad.bench.sweep import run as sweep
 
     if config.find is not None:
         return sorted(points, key=lambda point: point.place.concurrency or 0)
@@ -87,7 +88,7 @@ def _in_order(points: Iterable[SweepPoint], config: BenchSweepConfig) -> list[Sw
 def _measure(narrator: Narrator) -> Measure:
     import uvloop
 
-    from tetrad.bench.serving import bench_serve
+    from tetrad.bench.serve.run import bench_serve
 
     def measure(config: BenchServeConfig, place: Place) -> BenchRun:
         asked = bench_serve(config, narrator, place.repetition - 1, place.setting)
@@ -117,8 +118,8 @@ def show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from tetrad.bench import cached
-    from tetrad.bench.report_html import HEADINGS, cells
+    from tetrad.bench.figures import cached
+    from tetrad.bench.report.html import HEADINGS, cells
 
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     shown = range(len(HEADINGS)) if console.width >= WHOLE_WIDTH else ESSENTIAL

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from tetrad.bench.sse import EventParser
+from tetrad.bench.load.sse import EventParser
 from tetrad.cli.child import DIRECT, nobody, server
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import DIM, PLAIN, Narrator

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tetrad.bench.options_server import server_url
+from tetrad.bench.options.target import server_url
 from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import ServerChoice
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UserError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def _evaluate(config: EvalConfig) -> int:
     """Ask, mark, print. Too few right answers or answers at all are a BenchFailure."""
-    from tetrad.bench.evaluate import Exam, evaluate
+    from tetrad.bench.eval.run import Exam, evaluate
 
     exam = Exam(
         kinds=config.kinds,

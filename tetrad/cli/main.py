@@ -17,7 +17,7 @@ from cyclopts import (
 )
 
 from tetrad import __version__
-from tetrad.bench.definitions import help_text
+from tetrad.bench.figures.definitions import help_text
 from tetrad.cli import bench_flags, sglang_flags, vllm_flags
 from tetrad.cli.spelling import meant
 from tetrad.core.errors import TetradError, UserError

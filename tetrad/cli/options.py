@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from tetrad.bench.abacus_problems import KINDS
+from tetrad.bench.eval.problems import KINDS
 from tetrad.core.errors import nearest
 from tetrad.core.option import Config, option
 

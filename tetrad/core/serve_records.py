@@ -1,5 +1,5 @@
-"""What a load is measured by besides SGLang's figures; `tetrad/bench/definitions.py` has the
-formulas."""
+"""What a load is measured by besides SGLang's figures; `tetrad/bench/figures/definitions.py` has
+the formulas."""
 
 from __future__ import annotations
 

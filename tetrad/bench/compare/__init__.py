@@ -1,0 +1,1 @@
+"""Two servers under the same load."""

@@ -1,0 +1,1 @@
+"""Exact match on held-out problems of Abacus."""

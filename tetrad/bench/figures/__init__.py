@@ -1,0 +1,1 @@
+"""What answers amount to, and whether it can be believed."""

@@ -1,0 +1,1 @@
+"""Every op and every backend, timed."""

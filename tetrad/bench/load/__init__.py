@@ -1,0 +1,1 @@
+"""How it is sent, and how what comes back is read."""

@@ -1,0 +1,1 @@
+"""What a run was asked, and what of it changes nothing."""

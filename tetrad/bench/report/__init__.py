@@ -1,0 +1,1 @@
+"""What is shown of a run: text, files for other readers, plots, one page."""

@@ -1,0 +1,1 @@
+"""Many runs, over what a sweep varies."""

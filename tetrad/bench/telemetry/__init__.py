@@ -1,0 +1,1 @@
+"""What the GPUs and the server say of themselves beside a load."""
