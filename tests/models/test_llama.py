@@ -123,6 +123,28 @@ def test_what_a_gguf_file_stores_is_counted_in_its_own_bytes(tmp_path: Path, typ
         assert report["bf16"]["memory_bytes"] > report["bf16"]["stored_bytes"]
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4", "int8"])
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_what_is_quantised_at_load_was_stored_in_the_files_bytes(
+    tmp_path: Path, scheme: str, is_tied: bool
+):
+    path = tiny_gguf(tmp_path / "tiny.gguf", MIXED, tie_word_embeddings=is_tied)
+    report = load(path, quantization=scheme).weight_report
+    held = GgufFile.read(path).tensors
+    made = {name for name in held if "blk." in name and "norm" not in name}
+    if scheme == "int8" and not is_tied:
+        made.add("output.weight")
+    assert report[scheme]["stored_bytes"] == sum(held[name].nbytes for name in made)
+    assert sum(each["stored_bytes"] for each in report.values()) == sum(
+        tensor.nbytes for tensor in held.values()
+    )
+    folder = tiny_llama_folder(tmp_path / "folder", tie_word_embeddings=is_tied)
+    plain, quantised = (load(folder, quantization=as_).weight_report for as_ in (None, scheme))
+    assert sum(each["stored_bytes"] for each in quantised.values()) == sum(
+        each["stored_bytes"] for each in plain.values()
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_chunk_of_a_prompt_wants_no_logits(tmp_path: Path, dtype: torch.dtype):
     model = load(tiny_gguf(tmp_path / "tiny.gguf", MIXED), dtype)

@@ -26,7 +26,7 @@ from tests.server.test_access import bearer
 from tests.server.test_launch import serving
 from tetrad.core.config import ServeConfig
 from tetrad.core.messages import EngineProgress
-from tetrad.server.console import Console
+from tetrad.server.console import Console, _held
 from tetrad.server.reporter import set_up_access_log
 
 CHAT = "/v1/chat/completions"
@@ -229,6 +229,15 @@ def test_a_printed_configuration_holds_no_secret():
     for secret in SECRETS:
         assert secret not in repr(config)
         assert secret not in str(config)
+
+
+def test_weights_tell_their_size_in_the_file_where_it_is_another():
+    def held(memory: int, stored: int) -> str:
+        return _held("int8", {"memory_bytes": memory, "stored_bytes": stored})
+
+    assert held(2000, 2000) == "2 kB int8"
+    assert held(2000, 500) == "2 kB int8 (stored in 0.5 kB)"
+    assert held(2000, 0) == "2 kB int8 (of the tied table)"
 
 
 def test_each_note_is_a_line():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -54,8 +54,9 @@ class GgufWeights:
         Raises CheckpointError."""
         self._file = GgufFile.read(path)
         self._arch, self._device, self._on_bytes = arch, device, on_bytes
-        self._given: dict[str, str] = {}
-        """Names in the file, and the format that each was first given out in."""
+        self._given: dict[str, tuple[str, str]] = {}
+        """Names in the file, and the format that each was first given out in, of a linear also as
+        which module."""
         self._reader = Reader()
         self._nbytes_total = sum(tensor.nbytes for tensor in self._file.tensors.values())
         self.nbytes_read = 0
@@ -65,7 +66,7 @@ class GgufWeights:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A vector or a table, decoded."""
         stored = self._stored(name.removesuffix(".weight"), shape)
-        self._given.setdefault(stored.name, DenseWeight.format_name)
+        self._given.setdefault(stored.name, (DenseWeight.format_name, ""))
         return _decoded(self._rows(stored), stored).view(shape).to(self._device)
 
     def linear(self, module: str, shape: tuple[int, int]) -> Weight:
@@ -77,7 +78,7 @@ class GgufWeights:
             weight = integers.from_ggml(rows, stored.type_name)
         else:
             weight = DenseWeight(_decoded(rows, stored).to(self._device))
-        self._given.setdefault(stored.name, weight.format_name)
+        self._given.setdefault(stored.name, (weight.format_name, module))
         return weight
 
     def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
@@ -92,11 +93,12 @@ class GgufWeights:
         """Names in the file that nobody asked for, sorted."""
         return sorted(set(self._file.tensors) - set(self._given))
 
-    def file_bytes(self) -> Counter[str]:
-        """Bytes in the file by the format that they were given out in, each tensor once."""
+    def file_bytes(self, made: Mapping[str, str]) -> Counter[str]:
+        """Bytes in the file by the format that they were given out in, each tensor once; of modules
+        in `made` by the one that was made of it."""
         found: Counter[str] = Counter()
-        for name, format_name in self._given.items():
-            found[format_name] += self._file.tensors[name].nbytes
+        for name, (format_name, module) in self._given.items():
+            found[made.get(module, format_name)] += self._file.tensors[name].nbytes
         return found
 
     def _stored(self, module: str, shape: tuple[int, ...]) -> GgufTensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -35,10 +36,15 @@ class _Stored(Protocol):
 @dataclass(frozen=True)
 class RequantizedWeights:
     """Another's weights, each linear in the format named: "nvfp4", "fp8" (blocks of 128 x 128) or
-    "int8" (rows). Embeddings, norms and what is never quantised stay as they are."""
+    "int8" (rows); None leaves them as they are, as embeddings, norms and what is never quantised
+    are."""
 
     inner: _Stored
-    scheme: str
+    scheme: str | None = None
+    made: dict[str, str] = field(default_factory=dict)
+    """Modules whose weight was quantised, and the format that it came into."""
+    saved: Counter[str] = field(default_factory=Counter)
+    """By such a format, how many bytes fewer its weights have than `inner` gave them."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """As it is."""
@@ -47,20 +53,19 @@ class RequantizedWeights:
     def linear(self, module: str, shape: tuple[int, int]) -> Weight:
         """Decoded, and quantised again, but a matrix of logits into nothing smaller than int8.
         Raises ConfigError for a width that NVFP4 cannot have."""
-        if module in _LOGITS and self.scheme != "int8":
+        if self.scheme is None or (module in _LOGITS and self.scheme != "int8"):
             return self.inner.linear(module, shape)
         if self.scheme == "nvfp4" and shape[1] % NVFP4_BLOCK:
             raise ConfigError(
                 f"--quantization nvfp4: '{module}' has {shape[1]} columns, no multiple of "
                 f"{NVFP4_BLOCK}; int8 and fp8 work."
             )
-        return _QUANTIZE[self.scheme](self.inner.linear(module, shape).dequantize(torch.float32))
+        given = self.inner.linear(module, shape)
+        weight = _QUANTIZE[self.scheme](given.dequantize(torch.float32))
+        self.made[module] = weight.format_name
+        self.saved[weight.format_name] += given.nbytes - weight.nbytes
+        return weight
 
     def linears(self, modules: Sequence[str], shape: tuple[int, int]) -> Weight:
-        """Nobody stacks matrices of the models that may be quantised so."""
-        raise NotImplementedError
-
-
-def quantised(weights: _Stored, scheme: str | None) -> _Stored:
-    """The same weights, or each linear of them as `RequantizedWeights` has it."""
-    return weights if scheme is None else RequantizedWeights(weights, scheme)
+        """As they are: nobody stacks matrices of the models that may be quantised so."""
+        return self.inner.linears(modules, shape)

@@ -20,7 +20,7 @@ from tetrad.core.errors import ConfigError
 from tetrad.core.quantization import check_scheme
 from tetrad.core.ranks import Ranks
 from tetrad.distributed.collectives import Collectives
-from tetrad.formats.requantized import quantised
+from tetrad.formats.requantized import RequantizedWeights
 from tetrad.formats.weights import NVFP4_BLOCK, Weight
 from tetrad.kernels import quick_weights
 from tetrad.kernels.device import snapshot
@@ -88,7 +88,7 @@ def dummy_model(
     check_scheme(quantization, arch, is_drawn=True)
     if device.type == "cpu" and isinstance(arch, ModelArch):
         _check_memory(arch, others.ranks, dtype, device)
-    weights = quantised(DummyWeights(device, dtype, seed, is_skewed), quantization)
+    weights = RequantizedWeights(DummyWeights(device, dtype, seed, is_skewed), quantization)
     source = WeightSource(weights, ops, dtype, WeightLedger(), others=others)
     return build(arch, source)
 

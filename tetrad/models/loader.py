@@ -18,7 +18,7 @@ from tetrad.core.ranks import Ranks
 from tetrad.distributed.collectives import Collectives, Solo
 from tetrad.formats.checkpoint import Checkpoint
 from tetrad.formats.gguf import GgufWeights
-from tetrad.formats.requantized import quantised
+from tetrad.formats.requantized import RequantizedWeights
 from tetrad.kernels.select import OpSet
 from tetrad.layers.source import StoredWeights, WeightLedger, WeightSource
 from tetrad.models.base import Model
@@ -57,17 +57,18 @@ def load_model(
     if isinstance(arch, LlamaArch) and is_gguf(folder):
         return _load_gguf(folder, arch, device, dtype, ops, on_progress, quantization)
     checkpoint = Checkpoint.open(folder, device, on_progress)
-    weights: StoredWeights = checkpoint
+    stored: StoredWeights = checkpoint
     if isinstance(arch, ModelArch):
-        weights = RankWeights(checkpoint, others.ranks)
-    source = WeightSource(
-        quantised(weights, quantization), ops, dtype, WeightLedger(), others=others
-    )
+        stored = RankWeights(checkpoint, others.ranks)
+    weights = RequantizedWeights(stored, quantization)
+    source = WeightSource(weights, ops, dtype, WeightLedger(), others=others)
     try:
         model = build(arch, source)
     finally:
         checkpoint.close()
     _refuse_leftovers(checkpoint, arch, others.ranks)
+    for name, num_bytes in weights.saved.items():
+        source.ledger.totals[name].stored_bytes += num_bytes
     model.checkpoint_notes = tuple(checkpoint.notes)
     model.read_gb_per_s = checkpoint.nbytes_read / 1e9 / max(checkpoint.read_s, 1e-9)
     return model
@@ -83,15 +84,17 @@ def _load_gguf(
     quantization: str | None,
 ) -> Model:
     file = GgufWeights(path, arch, device, on_progress)
-    source = WeightSource(quantised(file, quantization), ops, dtype, WeightLedger())
+    weights = RequantizedWeights(file, quantization)
+    source = WeightSource(weights, ops, dtype, WeightLedger())
     try:
         model = build(arch, source)
     finally:
         file.close()
-    if quantization is None:
-        # What layers were given is not what the file holds: ggml's types come decoded.
-        for name, num_bytes in file.file_bytes().items():
-            source.ledger.totals[name].stored_bytes = num_bytes
+    # What layers were given is not what the file holds: ggml's types come decoded, and the table of
+    # a tied model twice.
+    held = file.file_bytes(weights.made)
+    for name, total in source.ledger.totals.items():
+        total.stored_bytes = held[name]
     left = [name for name in file.unread() if not _is_ignorable_gguf(name, arch)]
     if left:
         raise _leftovers(path, left, arch, [])

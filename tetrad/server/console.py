@@ -109,8 +109,11 @@ def _load(info: dict[str, Any]) -> str:
 
 
 def _held(name: str, held: dict[str, int]) -> str:
-    """Memory of one format; also its size in the checkpoint where a backend changed it."""
+    """Memory of one format; also its size in the checkpoint where it is another, which is none for
+    what was made of a tied model's table."""
     memory, stored = _size(held["memory_bytes"]), _size(held["stored_bytes"])
+    if not held["stored_bytes"]:
+        return f"{memory} {name} (of the tied table)"
     return f"{memory} {name}" + (f" (stored in {stored})" if memory != stored else "")
 
 
