@@ -75,6 +75,22 @@ async def test_a_line_of_json_for_each_request(
     assert "secret" not in "".join(lines)
 
 
+async def test_who_is_refused_on_the_way_is_logged_with_its_route(
+    make_service: MakeService, lines: list[str]
+):
+    service = make_service(
+        access_log="json", api_key="k", root_path="/at", allowed_origins=("http://page",)
+    )
+    async with connect(service) as client:
+        await client.post(f"/at{CHAT}", json=BODY)
+        await client.get(CHAT, headers={"x-request-timeout": "soon"})
+        asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+        await client.options(CHAT, headers=asks)
+        await client.get("/nowhere")
+    told = [(line["route"], line["status"]) for line in map(json.loads, lines)]
+    assert told == [(CHAT, 401), (CHAT, 400), (CHAT, 200), ("other", 401)]
+
+
 async def test_a_line_of_text_cannot_be_forged(make_service: MakeService, lines: list[str]):
     async with connect(make_service(access_log="text")) as client:
         await client.get("/health", headers={"X-Request-Id": 'a"status=500'})

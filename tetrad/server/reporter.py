@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+from starlette.routing import Match
 from starlette.types import Scope
 
 from tetrad.core.config import ServeConfig
@@ -35,7 +36,7 @@ class Reporter:
         """A request has ended."""
         if self.access_log == "off" and self.tracing is None:
             return
-        route = str(getattr(scope.get("route"), "path", "other"))
+        route = _route(scope)
         if self.tracing is not None:
             self.tracing.tell(now, scope["method"], route, status, duration_s)
         if self.access_log != "off":
@@ -68,6 +69,13 @@ def set_up_access_log() -> None:
     _access.handlers = [handler]
     _access.setLevel(logging.INFO)
     _access.propagate = False
+
+
+def _route(scope: Scope) -> str:
+    """Where it went, or was going when it was refused; never the client's own text."""
+    candidates = (route for route in scope["app"].routes if route.matches(scope)[0] != Match.NONE)
+    route = scope.get("route") or next(candidates, None)
+    return str(getattr(route, "path", "other"))
 
 
 def _facts(
