@@ -37,8 +37,23 @@ def test_the_shares_add_up_to_the_device():
     shares, _, _ = told(mem_fraction_static=0.9)
     assert shares == (
         "100 GB: 18 GB weights, 70 GB KV cache (448000 tokens), 1 GB recorded steps, "
-        "3 GB activations of a step of 2048 tokens, 2 GB in use by others, 6 GB left"
+        "3 GB activations of a step of 2048 tokens, 2 GB other programs and the runtime, 6 GB left"
     )
+
+
+def test_others_count_on_a_cpu_too():
+    """There the share that the cache may take is of all memory, whoever else has some."""
+    use = MemoryUse("cpu", 100 * GB, 18 * GB, 30 * GB, page_bytes=GB // 100)
+    shares, _, _ = told(use, None, mem_fraction_static=0.3)
+    assert shares == (
+        "100 GB: 18 GB weights, 12 GB KV cache (76800 tokens), 1 GB recorded steps, "
+        "52 GB other programs and the runtime, 17 GB left"
+    )
+
+
+def test_nothing_is_left_where_all_is_taken():
+    use = MemoryUse("cpu", 100 * GB, 18 * GB, 12 * GB, page_bytes=GB // 100)
+    assert told(use, mem_fraction_static=0.3)[0].endswith(", 0 MB left")
 
 
 def test_what_was_not_measured_is_not_told():

@@ -24,13 +24,13 @@ def memory_statement(
     `activation_bytes` None: not measured."""
     limits = layout.limits
     cache_bytes = limits.num_pages * use.page_bytes
-    others_bytes = max(0, use.used_bytes - weight_bytes)
+    others_bytes = max(0, use.total_bytes - use.free_bytes - weight_bytes)
     shares = [
         (weight_bytes, "weights"),
         (cache_bytes, f"KV cache ({limits.cache_tokens} tokens)"),
         (graph_bytes, "recorded steps"),
         (activation_bytes or 0, f"activations of a step of {limits.step_tokens} tokens"),
-        (others_bytes, "in use by others"),
+        (others_bytes, "other programs and the runtime"),
     ]
     reserve_bytes = max(0, use.total_bytes - sum(num_bytes for num_bytes, _ in shares))
     told = [f"{_size(num_bytes)} {name}" for num_bytes, name in shares if num_bytes]
