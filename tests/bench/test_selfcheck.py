@@ -31,6 +31,7 @@ def checked(
     last_lag_s=0.0,
     sent_late_s=0.0,
     *,
+    loop_late_s=0.0,
     due_s=0.5,
     has_cap=False,
     unread=(0,),
@@ -46,7 +47,13 @@ def checked(
         duration_s=1.0,
         interrupted=False,
         watched=[
-            Watched(unread=array("q", unread), busy=array("d", busy), cpu_s=0.11, waited_s=0.2)
+            Watched(
+                late_s=array("d", [loop_late_s]),
+                unread=array("q", unread),
+                busy=array("d", busy),
+                cpu_s=0.11,
+                waited_s=0.2,
+            )
         ],
         read_lag_s=np.array([first_lag_s, last_lag_s]),
         event_lags_s={0: (first_lag_s, last_lag_s)},
@@ -69,8 +76,12 @@ def test_a_client_in_time_is_valid_and_tells_its_cost():
     ("late", "reason"),
     [
         ({"first_lag_s": 0.0021, "last_lag_s": 0.0021}, "it read first tokens 2.10 ms late"),
+        ({"loop_late_s": 0.0021}, "its event loop ran 2.10 ms late, as did its reads, 1.1% of"),
         ({"last_lag_s": 0.0021}, "it read tokens 0.21 ms late, 1.1% of the mean TPOT"),
-        ({"sent_late_s": 0.0021}, "it sent requests 2.10 ms late"),
+        (
+            {"sent_late_s": 0.0021},
+            "it sent requests 2.10 ms late, another load than asked for",
+        ),
         ({"unread": (1, 1, 0)}, "bytes lay unread in 67% of its connections"),
     ],
 )
@@ -79,6 +90,15 @@ def test_more_than_one_percent_is_invalid(late, reason: str):
     assert len(found.invalid) == 1
     assert found.invalid[0].startswith(reason)
     assert lines(found)[-1].startswith(f"INVALID: the client was too slow: {reason}")
+
+
+def test_what_it_adds_at_most_is_what_it_is_judged_by():
+    """A loop that ran late read late, which its reads cannot tell; one that could not keep up knows
+    no bound."""
+    late = lines(checked(0.00008, 0.00008, loop_late_s=0.0021))
+    assert "client: adds at most 2.10 ms to the mean TTFT and 0.0000 ms to the mean TPOT" in late
+    assert "client: adds at most 0.08 ms to" in " ".join(lines(checked(0.00008, 0.00008)))
+    assert "adds at most" not in " ".join(lines(checked(unread=(1, 1, 0))))
 
 
 @pytest.mark.parametrize(

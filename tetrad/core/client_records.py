@@ -32,7 +32,8 @@ class ClientCheck(Record):
     unread_bytes: float
     """Mean over the sampled connections."""
     ttft_bias_ms: float | None
-    """Mean read lag of first tokens: what the client added to the mean TTFT, at most."""
+    """Mean read lag of first tokens; it or the mean lag of the loop, whichever is more, is what the
+    client added to the mean TTFT, at most."""
     tpot_bias_ms: float | None
     """Mean of |read lag of the last token - of the first| / (tokens - 1)."""
     itl_median_over_mean: float | None

@@ -77,20 +77,22 @@ def _faults(found: ClientCheck, good: Sequence[Answer], *, in_time: bool) -> Ite
     their own, so sending late is another load than the one asked for."""
     ttft = Spread.of([a.record.ttft_ms for a in good if a.record.ttft_ms is not None])
     tpot = Spread.of([a.record.tpot_ms for a in good if a.record.tpot_ms is not None])
-    late: list[tuple[str, float | None, str, Spread, float]] = []
+    late: list[tuple[str, float | None, str, str, Spread, float]] = []
     if ttft.count:
-        late.append(("it read first tokens", found.ttft_bias_ms, "TTFT", ttft, LEAST_MS))
-        late.append(("its event loop ran", found.loop_lag_ms.mean, "TTFT", ttft, LEAST_MS))
+        late.append(("it read first tokens", found.ttft_bias_ms, "", "TTFT", ttft, LEAST_MS))
+        loop_ms = found.loop_lag_ms.mean
+        late.append(("its event loop ran", loop_ms, " as did its reads,", "TTFT", ttft, LEAST_MS))
     if tpot.count:
-        late.append(("it read tokens", found.tpot_bias_ms, "TPOT", tpot, 0.0))
+        late.append(("it read tokens", found.tpot_bias_ms, "", "TPOT", tpot, 0.0))
     if in_time and ttft.count:
-        late.append(("it sent requests", found.send_lag_ms.mean, "TTFT", ttft, LEAST_MS))
+        send_ms, so = found.send_lag_ms.mean, " another load than asked for,"
+        late.append(("it sent requests", send_ms, so, "TTFT", ttft, LEAST_MS))
     cure = _cure(found)
-    for what, lag_ms, name, spread, least_ms in late:
+    for what, lag_ms, so, name, spread, least_ms in late:
         if lag_ms is not None and lag_ms > max(least_ms, MOST_SHARE * spread.mean):
             yield (
-                f"{what} {lag_ms:.2f} ms late, {lag_ms / spread.mean:.1%} of the mean {name} of "
-                f"{spread.mean:.2f} ms, where 1 % may be the client's; {cure}"
+                f"{what} {lag_ms:.2f} ms late,{so} {lag_ms / spread.mean:.1%} of the mean {name} "
+                f"of {spread.mean:.2f} ms, where 1 % may be the client's; {cure}"
             )
     if found.unread_share > MOST_UNREAD_SHARE:
         yield (
@@ -114,6 +116,20 @@ def _cure(found: ClientCheck) -> str:
     )
 
 
+def _bounds(found: ClientCheck) -> list[str]:
+    """What the client adds at most. Its reads cannot tell for how long bytes lay before a loop that
+    ran late looked; one that could not keep up knows no bound."""
+    if found.ttft_bias_ms is None or found.tpot_bias_ms is None:
+        return []
+    if found.unread_share > MOST_UNREAD_SHARE:
+        return []
+    most_ms = max(found.ttft_bias_ms, found.loop_lag_ms.mean)
+    return [
+        f"client: adds at most {most_ms:.2f} ms to the mean TTFT and {found.tpot_bias_ms:.4f} ms "
+        "to the mean TPOT"
+    ]
+
+
 def lines(found: ClientCheck) -> list[str]:
     """What to print of it."""
     cost = "" if found.us_per_token is None else f", {found.us_per_token:.1f} us of CPU a token"
@@ -127,11 +143,7 @@ def lines(found: ClientCheck) -> list[str]:
         f"mean {found.loop_lag_ms.mean:.2f} max {found.loop_lag_ms.max:.2f} ms, unread "
         f"{found.unread_bytes:.0f} bytes a connection",
     ]
-    if found.ttft_bias_ms is not None and found.tpot_bias_ms is not None:
-        told.append(
-            f"client: adds at most {found.ttft_bias_ms:.2f} ms to the mean TTFT and "
-            f"{found.tpot_bias_ms:.4f} ms to the mean TPOT"
-        )
+    told += _bounds(found)
     ratio = found.itl_median_over_mean
     if ratio is not None and ratio < LUMPS:
         told.append(
