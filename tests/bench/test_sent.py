@@ -128,12 +128,14 @@ async def test_a_model_that_is_a_folder_is_the_tokenizer_too():
         ({"OPENAI_API_KEY": "a"}, "Bearer a"),
         ({"API_KEY": "b"}, "b"),
         ({"OPENAI_API_KEY": "a", "API_KEY": "b"}, "Bearer a"),
+        ({"TETRAD_API_KEY": "c"}, "Bearer c"),
+        ({"OPENAI_API_KEY": "a", "TETRAD_API_KEY": "c"}, "Bearer c"),
     ],
 )
 def test_keys_come_from_the_environment(keys, sent: str, monkeypatch):
     from tetrad.cli.main import app
 
-    for name in ("OPENAI_API_KEY", "API_KEY"):
+    for name in ("TETRAD_API_KEY", "OPENAI_API_KEY", "API_KEY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in keys.items():
         monkeypatch.setenv(name, value)

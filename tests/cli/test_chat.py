@@ -210,7 +210,8 @@ def test_a_server_that_wants_a_key_is_not_passed_over(tetrad, monkeypatch, no_ch
         code, out, err = at_the_usual_place(StartingServer(key="k"), monkeypatch, tetrad, *flags)
         assert (code, out) == (2, "")
         assert err == (
-            f"error: The server at URL {wants}; give its key with --api-key or in TETRAD_API_KEY.\n"
+            f"error: The server at URL {wants}; give its key with --api-key or in "
+            "TETRAD_API_KEY or OPENAI_API_KEY.\n"
         )
     server = StartingServer(key="k")
     assert at_the_usual_place(server, monkeypatch, tetrad, "--api-key", "k")[0] == 0
@@ -218,6 +219,16 @@ def test_a_server_that_wants_a_key_is_not_passed_over(tetrad, monkeypatch, no_ch
         code, _, err = tetrad("chat", "Hi", "--url", url)
     assert code == 2
     assert "TETRAD_API_KEY" in err
+
+
+@pytest.mark.parametrize("other", [None, "wrong"])
+def test_a_key_may_be_in_either_variable(tetrad, monkeypatch, no_child, other: str | None):
+    """Ours goes before the other, which many have for another server."""
+    monkeypatch.setenv("OPENAI_API_KEY", other or "k")
+    if other is not None:
+        monkeypatch.setenv("TETRAD_API_KEY", "k")
+    with beside(StartingServer(key="k")) as url:
+        assert tetrad("chat", "Hi", "--url", url)[0] == 0
 
 
 def test_another_server_at_the_usual_place_is_neither_asked_nor_passed_over(

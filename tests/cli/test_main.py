@@ -111,6 +111,12 @@ def test_help_of_serve_has_every_field_with_group_range_and_default():
     assert "[env var: TETRAD_API_KEY]" in text
 
 
+@pytest.mark.parametrize("verb", [("chat",), ("eval",), ("bench", "serve"), ("bench", "sweep")])
+def test_every_client_takes_a_key_from_either_variable(tetrad, verb: tuple[str, ...]):
+    text = " ".join(tetrad(*verb, "--help")[1].replace("│", " ").split())
+    assert "[env var: TETRAD_API_KEY, OPENAI_API_KEY]" in text
+
+
 def test_flags_are_the_fields_and_their_aliases():
     flags = all_flags()
     assert flags == sorted(flags)

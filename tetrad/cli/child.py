@@ -24,6 +24,7 @@ from tetrad.bench.options.target import server_url
 from tetrad.cli.narrator import Narrator
 from tetrad.cli.options import ServerChoice
 from tetrad.core.errors import ConfigError, EngineDiedError, TetradError, UserError
+from tetrad.core.option import KEY_PLACES
 
 USUAL_URL = "http://127.0.0.1:30000"
 GLANCE_S = 2.0
@@ -129,7 +130,7 @@ def _once_ready(url: str, api_key: str | None, narrator: Narrator) -> dict[str, 
 def _wants_key(url: str, api_key: str | None) -> str:
     """The sentence for a server that does not let us in."""
     wants = "wants an API key" if api_key is None else "does not take this API key"
-    return f"The server at {url} {wants}; give its key with --api-key or in TETRAD_API_KEY."
+    return f"The server at {url} {wants}; give its key with {KEY_PLACES}."
 
 
 def _is_refused(error: Exception) -> bool:

@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 
 from tetrad.bench.eval.problems import KINDS
 from tetrad.core.errors import nearest
-from tetrad.core.option import Config, option
+from tetrad.core.option import CLIENT_KEY, Config, option
 
 
 class ServerChoice(Config):
@@ -23,7 +23,7 @@ class ServerChoice(Config):
     model: Path | None = option(
         None, "Start a server with this model folder. Default: the embedded model."
     )
-    api_key: str | None = option(None, "Sent as a bearer token.", env="TETRAD_API_KEY")
+    api_key: str | None = option(None, "Sent as a bearer token.", env=CLIENT_KEY)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> ServerChoice:

@@ -252,7 +252,7 @@ class ModelOptions(Config):
         le=64,
     )
     api_key: str | None = option(
-        None, "Clients must send this key as a bearer token.", env="TETRAD_API_KEY"
+        None, "Clients must send this key as a bearer token.", env=("TETRAD_API_KEY",)
     )
     max_stored_responses: int = option(
         1024,

@@ -70,7 +70,7 @@ class OperationOptions(Config):
         None,
         "Key for the administrative routes, such as /flush_cache; other keys no longer open them.",
         group="Access",
-        env="TETRAD_ADMIN_API_KEY",
+        env=("TETRAD_ADMIN_API_KEY",),
     )
     api_key_file: Path | None = option(
         None,
@@ -101,7 +101,7 @@ class OperationOptions(Config):
         None, "Private key of --ssl-certfile (PEM), unless it is in the same file.", group="Access"
     )
     ssl_keyfile_password: str | None = option(
-        None, "Password of --ssl-keyfile.", group="Access", env="TETRAD_SSL_KEYFILE_PASSWORD"
+        None, "Password of --ssl-keyfile.", group="Access", env=("TETRAD_SSL_KEYFILE_PASSWORD",)
     )
     ssl_ca_certs: Path | None = option(
         None,

@@ -48,22 +48,28 @@ def _sentence(error: ValidationError, cls: type[BaseModel]) -> str:
     return f"{flag} {shown}: {message[0].lower()}{message[1:]}{end}"
 
 
+CLIENT_KEY = ("TETRAD_API_KEY", "OPENAI_API_KEY")
+"""Environment variables that may hold the key of a server to speak to."""
+KEY_PLACES = f"--api-key or in {' or '.join(CLIENT_KEY)}"
+"""For sentences that ask for the key."""
+
+
 def option(
     default: Any,
     description: str,
     *,
     aliases: tuple[str, ...] = (),
     group: str = "Server",
-    env: str | None = None,
+    env: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
     """Declare one field: description, range (`ge`, `le`, `gt`), extra flag names, help group.
 
-    `env` names the environment variable that the command line reads when the flag is absent. It
-    says that the value is a secret, which is never shown.
+    `env` names the environment variables of which the command line reads the first that is there
+    when the flag is absent. They say that the value is a secret, which is never shown.
     """
-    extra: JsonDict = {"aliases": list(aliases), "group": group, "env": env}
-    limits.setdefault("repr", env is None)
+    extra: JsonDict = {"aliases": list(aliases), "group": group, "env": list(env)}
+    limits.setdefault("repr", not env)
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 

@@ -15,6 +15,7 @@ from tetrad.bench.load.client import Client, in_words
 from tetrad.bench.load.judge import error_message
 from tetrad.bench.workload.tokens import has_tokenizer
 from tetrad.core.errors import BenchFailure, ConfigError
+from tetrad.core.option import KEY_PLACES
 
 POLL_S = 1.0
 
@@ -93,9 +94,7 @@ async def get_json(client: Client, path: str) -> dict[str, Any] | None:
         body = await answer.read()
         elsewhere = answer.headers.get("Location", "")
     if answer.status in (401, 403):
-        raise ConfigError(
-            f"{client.url} wants an API key; give it with --api-key or in OPENAI_API_KEY."
-        )
+        raise ConfigError(f"{client.url} wants an API key; give it with {KEY_PLACES}.")
     if 300 <= answer.status < 400:
         raise ConfigError(
             f"{client.url} sends whoever asks to {elsewhere or 'another address'} (HTTP "

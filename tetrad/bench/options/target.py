@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from tetrad.core.option import Config, option
+from tetrad.core.option import CLIENT_KEY, Config, option
 
 BackendName = Literal[
     "tetrad",
@@ -73,9 +73,9 @@ class ServerOptions(Config):
         "or --model, when it is on this machine.",
     )
     header: tuple[str, ...] = option((), "Headers to send with every request, as Name=value.")
-    api_key: str | None = option(None, "Sent as a bearer token.", env="OPENAI_API_KEY")
+    api_key: str | None = option(None, "Sent as a bearer token.", env=CLIENT_KEY)
     authorization: str | None = option(
-        None, "Sent as the Authorization header as it is; --api-key goes before.", env="API_KEY"
+        None, "Sent as the Authorization header as it is; --api-key goes before.", env=("API_KEY",)
     )
     ready_check_timeout_sec: float = option(
         60.0, "Seconds to wait for the server to answer before starting; 0 does not wait.", ge=0
