@@ -13,7 +13,7 @@ import torch
 from tests.factories import TINY_GLM
 from tetrad.bench.kernels import run as kernels
 from tetrad.bench.kernels.breakdown import RUNS, launch_times, one_by_one
-from tetrad.bench.kernels.ceilings import CPU_BYTES, CPU_EDGE, measure_ceilings
+from tetrad.bench.kernels.ceilings import CPU_BYTES, CPU_EDGES, measure_ceilings
 from tetrad.bench.kernels.check import truth_of
 from tetrad.bench.kernels.run import KernelBench, run, worst
 from tetrad.core.arch import ModelArch
@@ -280,9 +280,22 @@ def test_ceilings_count_bytes_and_operations():
     found = measure_ceilings(FixedTimer(us=1000.0), torch.float32, CPU, 1.0)
     assert found.copy_tb_per_s == pytest.approx(2 * CPU_BYTES / 1e9)
     assert found.read_tb_per_s == pytest.approx(CPU_BYTES / 1e9)
-    assert found.gemm_tflops == pytest.approx(2 * CPU_EDGE**3 / 1e9)
+    assert found.gemm_tflops == pytest.approx(2 * max(CPU_EDGES) ** 3 / 1e9)
     assert found.launch_us == 1000.0
     assert found.tb_per_s == found.copy_tb_per_s
+
+
+def test_a_busy_cpu_lowers_no_ceiling():
+    """A ceiling of repeats that had lost the core to others showed shares of 200 %."""
+
+    class Busy(FixedTimer):
+        def time(self, calls: Sequence[Callable[[], object]], budget_s: float) -> CallTime:
+            return CallTime.of([100.0, 4100.0, 4200.0], "wall")
+
+    found = measure_ceilings(Busy(), torch.float32, CPU, 1.0)
+    assert found.read_tb_per_s == pytest.approx(CPU_BYTES / 1e8)
+    assert found.gemm_tflops == pytest.approx(2 * max(CPU_EDGES) ** 3 / 1e8)
+    assert found.launch_us == 4100.0
 
 
 def test_a_launch_that_waits_for_the_one_before_does_so_in_the_others_time():

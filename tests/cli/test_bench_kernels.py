@@ -13,7 +13,7 @@ import pytest
 
 from tetrad.bench.kernels import block as kernels_block
 from tetrad.cli.bench_kernels import figures, parts
-from tetrad.core.records import BlockTime, CallTime, KernelTiming, LaunchTime
+from tetrad.core.records import BlockTime, CallTime, Ceilings, KernelTiming, LaunchTime
 from tetrad.kernels.registry import OPS
 
 QUICK = ("bench", "kernels", "--device", "cpu", "--tokens", "1,8", "--budget-s", "5")
@@ -26,6 +26,39 @@ def test_a_table_and_the_ceilings(tetrad):
         assert word in out
     assert "Ceilings of" in out
     assert "large product" in out
+
+
+@pytest.mark.parametrize("width", [80, 110, 190])
+def test_a_narrow_terminal_cuts_nothing(tetrad, monkeypatch, width: int):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = tetrad(*QUICK, "--ops", "dense,sample")
+    assert code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    table = [line for line in plain if line.startswith(("┃", "│"))]
+    assert all(len(line) <= width for line in table)
+    assert "…" not in out
+    assert all(word in table[0] for word in ("backend", "µs", "of ceiling"))
+
+
+def test_more_than_the_ceiling_is_marked_and_told(tetrad, monkeypatch):
+    """Once 130 % stood there like any other share."""
+    product = Ceilings(copy_tb_per_s=1e-9, read_tb_per_s=1e-9, gemm_tflops=1e-9, launch_us=1.0)
+    monkeypatch.setattr("tetrad.bench.kernels.run.measure_ceilings", lambda *_: product)
+    code, out, _ = tetrad(*QUICK, "--ops", "rms_norm,dense", "--backends", "torch")
+    assert code == 0
+    rows = [line for line in out.splitlines() if line.startswith("│ rms_norm")]
+    assert rows
+    assert all(" % memory *" in row for row in rows)
+    (line,) = [line for line in out.splitlines() if line.startswith("* ")]
+    assert re.match(
+        r"\* (\d+) of \1 rows \(dense by torch, rms_norm by torch\): above the ceiling of this "
+        r"run, up to [\d,]+ %\. ",
+        line,
+    )
+    best = Ceilings(copy_tb_per_s=1e3, read_tb_per_s=1e3, gemm_tflops=1e3, launch_us=1.0)
+    monkeypatch.setattr("tetrad.bench.kernels.run.measure_ceilings", lambda *_: best)
+    assert "*" not in tetrad(*QUICK, "--ops", "rms_norm", "--backends", "torch")[1]
 
 
 def test_dense_products_come_first_and_refusals_are_told_once_an_op(tetrad):

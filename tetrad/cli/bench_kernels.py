@@ -14,6 +14,7 @@ from tetrad.bench.kernels.options import BenchKernelsConfig
 from tetrad.cli.bench_files import check_writable
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
+from tetrad.cli.tables import show
 from tetrad.core.errors import BenchFailure, ConfigError, UnsupportedError, nearest
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from tetrad.core.records import KernelTiming
     from tetrad.core.spread import Record
 
-PLAIN_WIDTH = 190
-"""Columns of the table where there is no terminal to ask."""
+SPARE = ("issued", "p10 to p90", "launches", "TB/s", "plateau", "per expert", "error")
+"""Columns that a narrow terminal may do without, the first first."""
+MOST_SHARE = 1.005
+"""Of a ceiling; more shows as above 100 %."""
 NAME_WIDTH = 40
 """Of a kernel's name; C++ ones would fill the screen."""
 
@@ -178,10 +181,9 @@ def append(row: Record, path: Path) -> None:
 
 
 def _print(rows: list[KernelTiming]) -> None:
-    from rich.console import Console
-
-    console = Console(width=max(Console().width, PLAIN_WIDTH))
-    console.print(_table(rows))
+    table = _table(rows)
+    headings = [column.header for column in table.columns]
+    show(table, [headings.index(name) for name in SPARE])
     ceilings, device = rows[0].ceilings, rows[0].device
     print(
         f"Ceilings of {device['name']} in this run: copy {ceilings.copy_tb_per_s:.3g} TB/s, "
@@ -189,7 +191,7 @@ def _print(rows: list[KernelTiming]) -> None:
         f" a call that does nothing takes {ceilings.launch_us:.3g} µs."
     )
     if blocks := _blocks(rows):
-        console.print(blocks)
+        show(blocks)
     for row in rows:
         if row.breakdown:
             print(parts(row))
@@ -214,7 +216,22 @@ def remarks(rows: list[KernelTiming]) -> list[str]:
     return [
         "; ".join(f"{op} by {', '.join(names)}" for op, names in ops.items()) + f": {reason}."
         for reason, ops in by_reason.items()
-    ] + list(_disturbed(rows))
+    ] + [*_passing(rows), *_disturbed(rows)]
+
+
+def _passing(rows: list[KernelTiming]) -> Iterator[str]:
+    """That a share above 100 % is none, and what it comes from."""
+    timed = [row for row in rows if row.share is not None]
+    found = [row for row in timed if _mark(row)]
+    if found:
+        named = dict.fromkeys(f"{row.op} by {row.backend}" for row in found)
+        most = max(100 * (row.share or 0.0) for row in found)
+        yield (
+            f"* {len(found)} of {len(timed)} rows ({', '.join(named)}): above the ceiling of this "
+            f"run, up to {most:,.0f} %. What they read lay in a cache, a short burst ran at a "
+            "higher clock, or others used the machine while the ceiling was measured: compare "
+            "µs, not shares."
+        )
 
 
 def _disturbed(rows: list[KernelTiming]) -> Iterator[str]:
@@ -266,9 +283,9 @@ def _table(rows: list[KernelTiming]) -> Table:
     title = f"{first.model}, {first.ranks}, {first.dtype}"
     table = Table(title=title, title_justify="left")
     for heading in ("op", "shape"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading)
     for heading in ("tokens", "per expert"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("backend")
     is_compared = any(row.over_humming is not None for row in rows)
     for heading in (
@@ -310,11 +327,16 @@ def figures(row: KernelTiming, is_compared: bool = False) -> tuple[str, ...]:
         _rate(row.tflops),
         "" if issued is None else _rate(issued / row.time.median_us / 1e6),
         _rate(row.tb_per_s),
-        f"{100 * row.share:.0f} % {row.bound}",
+        f"{100 * row.share:.0f} % {row.bound}{_mark(row)}",
         _share(row.plateau_share),
         *compared,
         error,
     )
+
+
+def _mark(row: KernelTiming) -> str:
+    """Of what passes its ceiling."""
+    return " *" if row.share is not None and row.share > MOST_SHARE else ""
 
 
 def _count(number: int | None) -> str:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from tetrad.bench.rank.options import BenchRankConfig
 from tetrad.cli.bench_files import check_writable
-from tetrad.cli.bench_kernels import PLAIN_WIDTH, append, model_shapes, where
+from tetrad.cli.bench_kernels import append, model_shapes, where
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
+from tetrad.cli.tables import show
 from tetrad.core.errors import ConfigError
 from tetrad.core.keys import key_format
 
@@ -22,28 +23,30 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 0.002
 """Of a step: ops that take less are one row of the table."""
+SPARE_OF_OPS = (3, 2, 6)
+"""Places of the columns that a narrow terminal may do without, the first first: launches, calls and
+the limit, whose share is told."""
+SPARE_OF_STEPS = (11, 9, 4, 3, 7, 10, 1)
+"""As above: latency, bytes of links, launches, spread, ops, time of links and own sequences."""
 
 
 def _bench_rank(config: BenchRankConfig) -> int:
     """Run, print, append."""
-    from rich.console import Console
-
     from tetrad.bench.rank.run import run
 
     check_writable("--output-file", config.output_file)
     narrator = Narrator()
-    console = Console(width=max(Console().width, PLAIN_WIDTH))
     rows = []
     try:
         for row in run(_plan(config), narrator.stage):
             narrator.stage("")
             rows.append(row)
-            console.print(op_table(row))
+            show(op_table(row), SPARE_OF_OPS)
             if config.output_file is not None:
                 append(row, config.output_file)
     finally:
         if rows:
-            console.print(step_table(rows))
+            show(step_table(rows), SPARE_OF_STEPS)
             for sentence in remarks(rows):
                 print(sentence)
     return 0

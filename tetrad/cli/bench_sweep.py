@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tetrad.bench.options.without_effect import without_effect
 from tetrad.bench.sweep.options import BenchSweepConfig
-from tetrad.cli import bench_files
+from tetrad.cli import bench_files, tables
 from tetrad.cli.flags import verb
 from tetrad.cli.narrator import Narrator
 from tetrad.core.errors import BenchFailure
@@ -22,12 +21,9 @@ if TYPE_CHECKING:
     from tetrad.core.records import BenchRun
     from tetrad.core.sweep_records import Place, SweepPoint
 
-PLAIN_WIDTH = 250
-"""Columns of the table where there is no terminal to ask: enough for the longest names."""
-WHOLE_WIDTH = 170
-"""A narrower terminal shows the columns of ESSENTIAL only."""
-ESSENTIAL = (0, 1, 3, 5, 8, 10, 14)
-"""Places in the headings: point, result, failed, output tok/s, medians of TTFT, TPOT and E2E."""
+SPARE = (13, 12, 15, 11, 9, 2, 6, 7, 4)
+"""Places in the headings that a narrow terminal may do without, the first first: what stays is the
+point, result, failed, output tok/s, and the medians of TTFT, TPOT and E2E."""
 
 
 def _bench_sweep(config: BenchSweepConfig) -> int:
@@ -114,24 +110,20 @@ def show(points: Sequence[SweepPoint], config: BenchSweepConfig) -> None:
     """Print the table, what was wrong, and write the files that cover all points."""
     if not points:
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from tetrad.bench.figures import cached
     from tetrad.bench.report.html import HEADINGS, cells
 
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
-    shown = range(len(HEADINGS)) if console.width >= WHOLE_WIDTH else ESSENTIAL
     table = Table()
-    for place in shown:
+    for place, heading in enumerate(HEADINGS):
         justify: Literal["left", "right"] = "right" if place > 1 else "left"
-        table.add_column(HEADINGS[place], justify=justify, no_wrap=place != 0)
+        table.add_column(heading, justify=justify, no_wrap=place != 0)
     for point in points:
-        row = cells(point)
         style = None if point.status == "ok" else "red"
-        table.add_row(*(Text(row[place]) for place in shown), style=style)
-    console.print(table)
+        table.add_row(*map(Text, cells(point)), style=style)
+    tables.show(table, SPARE)
     for point in points:
         if point.detail:
             print(f"{point.place}: {point.detail}")
