@@ -32,6 +32,9 @@ class Quiet:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
+    def say_once(self, line: str) -> None:
+        self.lines.append(line)
+
     def begin(self, _num_requests: int) -> None:
         raise AssertionError("nothing is counted yet")
 

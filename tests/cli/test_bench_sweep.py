@@ -41,6 +41,8 @@ def test_points_are_measured_once_and_new_ones_are_added(tetrad, arguments, tmp_
         code, out, err = tetrad(*arguments, "--concurrency", "1,2")
         assert code == 0, err
         assert "point 1 of 2: concurrency 1\n" in err
+        for line in ("tetrad at http", "prompt lengths: ", "output lengths: ", "arrivals: "):
+            assert err.count(line) == 1
         assert re.search(r"point 2 of 2: concurrency 2, about \d+ s left\n", err)
         assert re.search(r"\npoints measured: 2, in \d+ s\n", err)
         assert len(server.bodies) == 8

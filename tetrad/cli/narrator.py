@@ -26,11 +26,18 @@ class Narrator:
         self._bar: Progress | None = None
         self._num_requests = self._num_done = self._num_failed = 0
         self._began_at = self._told_at = 0.0
+        self._said: set[str] = set()
 
     def say(self, line: str) -> None:
         """One line about what happens next."""
         shown = f"{CLEAR_LINE}{DIM}{line}{PLAIN}" if self._is_terminal else line
         print(shown, file=sys.stderr, flush=True)
+
+    def say_once(self, line: str) -> None:
+        """As `say`, unless it was said already."""
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
 
     def passing(self, line: str) -> None:
         """What is happening right now; on a terminal only, where the next line replaces it."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from tetrad.bench.compare.options import BenchCompareConfig
 from tetrad.bench.load.client import Client
 from tetrad.bench.serve.plan import Plan, prepare
-from tetrad.bench.serve.run import Watch, warm_round
+from tetrad.bench.serve.run import warm_round
+from tetrad.bench.serve.watch import Watch
 
 WARM_REQUESTS = 64
 """Of each server, whole ones, before what is counted: enough to meet what is slow once, and few
@@ -25,7 +26,7 @@ async def first_look(config: BenchCompareConfig, watch: Watch) -> dict[str, floa
         asked = config.model_copy(update={"base_url": url})
         client = Client(asked.url, asked.headers, asked.request_timeout_sec)
         try:
-            plan = await prepare(asked, client, watch.say, 2 * config.pairs + turn)
+            plan = await prepare(asked, client, watch, 2 * config.pairs + turn)
             if turn == 0:
                 watch.say(sent(plan, config.pairs))
             if config.warmup_requests:

@@ -10,6 +10,7 @@ from tetrad.bench.load import target
 from tetrad.bench.load.backends import Body, ignores_eos, most_tokens, protocol, write_body
 from tetrad.bench.load.client import Client
 from tetrad.bench.options.serve import BenchServeConfig
+from tetrad.bench.serve.watch import Watch
 from tetrad.bench.workload.arrivals import due_times, in_words
 from tetrad.bench.workload.datasets import FILES, build
 from tetrad.bench.workload.files import lines_of
@@ -45,7 +46,7 @@ class Plan:
 async def prepare(
     config: BenchServeConfig,
     client: Client,
-    say: Callable[[str], None],
+    watch: Watch,
     repetition: int = 0,
     setting: str = "",
 ) -> Plan:
@@ -56,16 +57,17 @@ async def prepare(
     """
     if config.dataset_path is not None:
         lines_of(config.dataset_path)
-    found = await target.find(client, config.ready_check_timeout_sec, say)
+    found = await target.find(client, config.ready_check_timeout_sec, watch.say)
     model = config.model or found.model
     if model is None and protocol(config.backend).path != "/generate":
         raise ConfigError(f"{config.url}/v1/models names no model; give --model.")
-    vocabulary = _vocabulary(config, found.tokenizer, say)
+    vocabulary = _vocabulary(config, found.tokenizer, watch.say_once)
     if found.silence and vocabulary is None and config.dataset_name not in FILES:
         raise BenchFailure(found.silence)
     seeds = Seeds.of(config).of_run(repetition, setting)
     prompts = build(config, seeds, vocabulary)
     bodies = [write_body(config, model, prompt) for prompt in prompts]
+    say = watch.say_once
     say(f"{config.backend} at {config.url}, model {model or 'not named'}")
     say(f"prompt lengths: {lengths([p.num_tokens for p in prompts])}")
     say(f"output lengths: {lengths([p.output_tokens for p in prompts])}")

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable
-from typing import Protocol
 
 from tetrad.bench.figures import measure
 from tetrad.bench.figures.measure import Answer, CountTokens
@@ -20,6 +19,7 @@ from tetrad.bench.load.wire import Trace
 from tetrad.bench.options.serve import BenchServeConfig
 from tetrad.bench.serve.plan import Plan, prepare
 from tetrad.bench.serve.summary import record
+from tetrad.bench.serve.watch import Watch
 from tetrad.bench.telemetry.run import sampling
 from tetrad.bench.workload import datasets
 from tetrad.bench.workload.requests import Prompt
@@ -30,22 +30,6 @@ WARM_ROUNDS = 10
 STEADY_CHANGE = 0.05
 WARM_SEED = 1_000_003
 """Apart from the seeds of repetitions, so that no round has the prompts of a measured run."""
-
-
-class Watch(Protocol):
-    """Whoever looks on: the command line's progress bar, or nobody in a test."""
-
-    def say(self, line: str) -> None:
-        """One line about what happens next."""
-
-    def begin(self, num_requests: int) -> None:
-        """The measured load starts."""
-
-    def finished(self, has_failed: bool) -> None:
-        """A request has ended; `has_failed` covers only what is known before its answer is read."""
-
-    def end(self) -> None:
-        """The measured load is over, or was cut off."""
 
 
 async def bench_repeats(config: BenchServeConfig, watch: Watch) -> list[BenchRun]:
@@ -73,7 +57,7 @@ async def bench_serve(
     """
     client = Client(config.url, config.headers, config.request_timeout_sec)
     try:
-        plan = await prepare(config, client, watch.say, repetition, setting)
+        plan = await prepare(config, client, watch, repetition, setting)
         await warm_up(plan, client, watch)
         if config.warmup_until_steady and repetition == 0:
             await warm_until_steady(plan, client, watch)
@@ -89,7 +73,10 @@ async def warm_up(plan: Plan, client: Client, watch: Watch) -> None:
     """Short requests like the measured ones."""
     config = plan.config
     if config.warmup_requests:
-        watch.say(f"warm-up: {config.warmup_requests} requests")
+        requests = (
+            "1 request" if config.warmup_requests == 1 else f"{config.warmup_requests} requests"
+        )
+        watch.say_once(f"warm-up: {requests}")
         prompts = datasets.warmup(config, plan.prompts, plan.seeds, plan.vocabulary)
         await _warm_requests(plan, client, prompts)
 

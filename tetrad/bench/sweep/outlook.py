@@ -14,7 +14,8 @@ from tetrad.bench.compare.outlook import WARM_REQUESTS, in_words
 from tetrad.bench.load.client import Client
 from tetrad.bench.options.serve import BenchServeConfig
 from tetrad.bench.serve.plan import prepare
-from tetrad.bench.serve.run import Watch, warm_round
+from tetrad.bench.serve.run import warm_round
+from tetrad.bench.serve.watch import Watch
 from tetrad.bench.sweep.run import Todo
 from tetrad.bench.workload.datasets import num_random
 from tetrad.bench.workload.requests import random_lengths
@@ -59,7 +60,7 @@ async def first_look(todo: Sequence[Todo], watch: Watch) -> Pace | None:
         return None
     client = Client(asked.url, asked.headers, asked.request_timeout_sec)
     try:
-        plan = await prepare(asked, client, watch.say, setting="outlook")
+        plan = await prepare(asked, client, watch, setting="outlook")
         watch.say("warm-up, not counted")
         rate = await warm_round(plan, client, WARM_REQUESTS)
     except BenchFailure:
