@@ -115,6 +115,11 @@ def test_without_a_vocabulary_random_prompts_say_what_is_missing():
         ({"header": ("X",)}, "must have the form Name=value"),
         ({"random_range_ratio": 1.5}, "--random-range-ratio 1.5"),
         ({"request_rate": 0}, "--request-rate 0"),
+        (
+            {"host": "far:31"},
+            "--host far:31: a host alone was expected; --port gives the port",
+        ),
+        ({"host": "http://far"}, "--base-url takes an address such as http://far:30000"),
     ],
 )
 def test_options_that_cannot_be(values, sentence: str):
@@ -129,3 +134,5 @@ def test_where_the_server_is():
     assert BenchServeConfig(base_url="https://h/proxy/v1").url == "https://h/proxy"
     assert BenchServeConfig(backend="vllm-chat").url == "http://127.0.0.1:8000"
     assert BenchServeConfig(base_url="http://far:1/", port=7).url == "http://far:1"
+    assert BenchServeConfig(host="::1", port=7).url == "http://[::1]:7"
+    assert BenchServeConfig(host="[::1]", port=7).url == "http://[::1]:7"

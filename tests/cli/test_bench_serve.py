@@ -114,7 +114,8 @@ def test_nobody_there(tetrad, prompts):
     assert waits.startswith(
         f"waiting up to 0.1 s (--ready-check-timeout-sec) for a server at {url}: cannot connect"
     )
-    assert error.startswith(f"error: No server answers at {url}: cannot connect")
+    refused = "cannot connect to 127.0.0.1:9: Connection refused. Start one with"
+    assert error.startswith(f"error: No server answers at {url}: {refused}")
 
 
 def test_a_file_is_read_before_a_server_is_waited_for(tetrad, tmp_path):

@@ -218,6 +218,7 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         (["bench", "serve", "--lora-n=a"], "has no --lora-name: on a server with adapters"),
         (["chat", "--url", "u", "--model", "m"], "--model starts a server and --url uses one"),
         (["eval", "--kinds", "sum2", "sum22"], "--kinds sum2 sum22: there is no kind 'sum22'."),
+        (["eval", "--kinds", "x"], "there is no kind 'x'. There are "),
         (["eval", "--kinds", "sum22"], "there is no kind 'sum22'. Did you mean 'sum2'?\n"),
         (["bench", "serve", "--random-in-len", "4"], "Did you mean --random-input-len?"),
         (["bench", "serve", "--output-file", "no/such/f"], "there is no such folder"),

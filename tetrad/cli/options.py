@@ -76,7 +76,8 @@ class EvalConfig(ServerChoice):
     def _known(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
         for kind in kinds:
             if kind not in KINDS:
-                raise ValueError(f"there is no kind {kind!r}.{nearest(kind, KINDS)}")
+                cure = nearest(kind, KINDS) or f" There are {', '.join(KINDS)}."
+                raise ValueError(f"there is no kind {kind!r}.{cure}")
         return kinds or KINDS
 
 

@@ -63,7 +63,9 @@ class Client:
 def in_words(error: Exception) -> str:
     """What a transport error says, on one line."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        cause = error.os_error.strerror or str(error.os_error)
+        found = error.os_error
+        # Of a name that is not known the number is no error of the system's.
+        cause = transport_words(found) if (found.errno or 0) > 0 else found.strerror or str(found)
         return f"cannot connect to {error.host}:{error.port}: {cause}"
     return transport_words(error)
 

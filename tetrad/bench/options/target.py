@@ -84,6 +84,16 @@ class ServerOptions(Config):
         600.0, "A request fails after this many seconds without a byte from the server.", gt=0
     )
 
+    @field_validator("host")
+    @classmethod
+    def _is_alone(cls, host: str) -> str:
+        if "/" in host or host.count(":") == 1:
+            raise ValueError(
+                "a host alone was expected; --port gives the port, and --base-url takes an address "
+                "such as http://far:30000"
+            )
+        return host
+
     @field_validator("header")
     @classmethod
     def _has_a_value(cls, headers: tuple[str, ...]) -> tuple[str, ...]:
@@ -98,7 +108,8 @@ class ServerOptions(Config):
         if self.base_url is not None:
             return server_url(self.base_url)
         port = self.port or PORTS.get(self.backend.removesuffix("-chat"), 30000)
-        return f"http://{self.host}:{port}"
+        is_ipv6 = ":" in self.host and not self.host.startswith("[")
+        return f"http://[{self.host}]:{port}" if is_ipv6 else f"http://{self.host}:{port}"
 
     @property
     def headers(self) -> dict[str, str]:
