@@ -101,3 +101,11 @@ async def test_what_is_held_is_given_back(client: httpx.AsyncClient):
     assert (await client.post(CHAT, json={"messages": USER, "user": FILL})).status_code == 200
     sentence(await client.post(CHAT, content=f"{FILL}]".encode()))
     assert HELD.total_bytes == 0
+
+
+async def test_short_bodies_of_too_many_parts(client: httpx.AsyncClient):
+    """In 128 KiB it would take a tenth of a second to tell what is wrong with each."""
+    many = ",".join(["[      ]"] * (MAX_NESTS + 1))
+    assert len(many) < 1 << 17
+    answer = await client.post(CHAT, content=f'{{"messages": [{many}]}}')
+    assert f"{MAX_NESTS + 3} objects and lists" in sentence(answer, 413)

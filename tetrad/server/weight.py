@@ -13,7 +13,7 @@ from functools import partial
 from tetrad.core.errors import CapacityError, RequestError
 from tetrad.server.pace import beside
 
-LIGHT_BYTES = 1 << 17
+LIGHT_BYTES = 1 << 15
 """So short a text cannot hold too much."""
 MAX_NESTS = 1 << 13
 """Objects and lists of one body: 0.03 s."""
