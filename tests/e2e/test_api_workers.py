@@ -90,7 +90,14 @@ def metrics(server: Served) -> dict[str, float]:
 
 
 def workers(server: Served) -> list[psutil.Process]:
-    return [p for p in family(server) if "tetrad.server.worker" in words_of(p)]
+    """Further processes that take connections."""
+    found = {p: words_of(p) for p in family(server)}
+    return [p for p, w in found.items() if "tetrad.server.worker" in w and "--annex" not in w]
+
+
+def annex(server: Served) -> psutil.Process | None:
+    """The one that reads large bodies, once there is one."""
+    return next((p for p in family(server) if "--annex" in words_of(p)), None)
 
 
 def words_of(process: psutil.Process) -> list[str]:
@@ -313,8 +320,10 @@ async def test_a_killed_engine_is_an_error_for_everyone_and_an_exit_code(tmp_pat
 
 def test_a_server_that_is_killed_leaves_nobody_behind(tmp_path):
     with serving(tmp_path, *FLAGS, "--api-key", "sesame") as server:
+        until(lambda: annex(server) is not None)
         everyone = family(server)
-        assert len(everyone) == 3  # a further API process, the engine, and that of its grammars
+        # A further API process, the annex, the engine, and that of its grammars.
+        assert len(everyone) == 4
         for process in everyone:
             assert "sesame" not in " ".join(process.cmdline())
         assert {status(server, "/v1/models") for _ in range(8)} == {401}

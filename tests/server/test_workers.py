@@ -36,7 +36,7 @@ def test_a_control_group_s_share_counts(tmp_path: Path):
 
 def test_orders_survive_the_pipe(tmp_path: Path):
     said: list[Order] = [
-        Begin('{"api_key": "a\\nb"}', ["tetrad", "serve"], 1.5, 2),
+        Begin('{"api_key": "a\\nb"}', ["tetrad", "serve"], 1.5, 2, "/tmp/y"),
         Join("/tmp/x\n", 3),
         *(BeReady(1.5), Drain(), Fail("Out of\nmemory."), End()),
     ]

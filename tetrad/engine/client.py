@@ -44,7 +44,7 @@ class EngineClient(EngineLink):
     worker_module: ClassVar[str] = "tetrad.engine.worker"
 
     def __init__(self, on_progress: Progress | None = None) -> None:
-        super().__init__(_private_folder(), FIRST_WORKER, self._progress)
+        super().__init__(private_folder(), FIRST_WORKER, self._progress)
         self._process: asyncio.subprocess.Process | None = None
         self._listener = on_progress
         self._phase = "start"
@@ -145,7 +145,7 @@ class EngineClient(EngineLink):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _private_folder() -> str:
+def private_folder() -> str:
     """A new folder for the sockets. Raises ConfigError when there is no place for it."""
     try:
         for place in (None, "/tmp"):

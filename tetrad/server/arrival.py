@@ -41,11 +41,17 @@ class Arrival:
         "warnings",
     )
 
-    def __init__(self, request_id: str = "", config: ServeConfig | None = None) -> None:
+    def __init__(
+        self,
+        request_id: str = "",
+        config: ServeConfig | None = None,
+        began_at: float | None = None,
+    ) -> None:
+        """`began_at`: by the monotonic clock, if it has not come just now."""
         self.request_id = request_id
         """Its X-Request-Id."""
         self.config = config or ServeConfig()
-        self.began_at = time.monotonic()
+        self.began_at = time.monotonic() if began_at is None else began_at
         self.is_over_by: float | None = None
         """When its time is up, by the monotonic clock."""
         self.is_late = False

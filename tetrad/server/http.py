@@ -18,6 +18,7 @@ from tetrad.server.app import build_app
 from tetrad.server.beat import beat
 from tetrad.server.connections import Connection
 from tetrad.server.entrance import EXITS_A_TURN, REQUESTS_A_TURN, Entrance, Turnstile
+from tetrad.server.handover import HandOver
 from tetrad.server.service import Service
 
 KEEP_ALIVE_S = 65
@@ -30,9 +31,11 @@ POLL_S = 0.005
 class HttpServer:
     """uvicorn on a bound socket, without its own handling of signals."""
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
+    def __init__(self, service: Service, listener: socket.socket, annex: str = "") -> None:
+        """`annex`: where requests with large bodies are handed over; served here if nowhere."""
+        app = build_app(service)
         config = uvicorn.Config(
-            build_app(service),
+            HandOver(app, service, annex) if annex else app,
             log_config=None,
             access_log=False,  # the server has its own, which shows no query
             lifespan="off",

@@ -36,6 +36,7 @@ from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.data import NAME, PACKAGED, model_folder
 from tetrad.engine.client import EngineClient
 from tetrad.engine.share import usable_processors
+from tetrad.server import annex
 from tetrad.server.console import Console
 from tetrad.server.descriptors import allow_connections, why_few
 from tetrad.server.engine_port import StartedEngine
@@ -56,20 +57,26 @@ EVERYWHERE = ("0.0.0.0", "::", "")
 StartEngine = Callable[[ServeConfig, Callable[[EngineProgress], None]], Awaitable[StartedEngine]]
 
 
-def run(config: ServeConfig, start_engine: StartEngine = EngineClient.start) -> int:
-    """Serve until told to end; returns the exit code. Errors of ours are told on stderr."""
+def run(
+    config: ServeConfig,
+    start_engine: StartEngine = EngineClient.start,
+    *,
+    has_annex: bool = annex.is_possible(),
+) -> int:
+    """Serve until told to end; returns the exit code. Errors of ours are told on stderr. Without an
+    annex every body is read in the process to which it came."""
     console = Console(sys.stderr)
     show_stacks_when_asked()
     few = why_few(allow_connections())
     set_up_logging(config)
     try:
         resolved = _resolve(config)
-        service = _service(resolved)
-        with _bind(resolved) as listener:
+        service = _service(resolved, has_annex=has_annex)
+        with _bind(resolved) as listener, annex.listening(has_annex) as place:
             _warn_if_open(service, listener, console)
             if few:
                 console.say(few)
-            return uvloop.run(Launch(service, listener, console).serve(start_engine))
+            return uvloop.run(Launch(service, listener, console, place).serve(start_engine))
     except TetradError as error:
         console.error(str(error))
         return error.exit_code
@@ -101,10 +108,10 @@ def _resolve(config: ServeConfig) -> ServeConfig:
     )
 
 
-def _service(config: ServeConfig) -> Service:
+def _service(config: ServeConfig, *, has_annex: bool) -> Service:
     """What serving needs besides the engine and the port. Raises what is wrong with it."""
     check_tls(config)
-    num_workers = config.api_workers or 1
+    num_workers = (config.api_workers or 1) + has_annex
     tally = Tally() if num_workers == 1 else Tally.shared(num_workers)
     num_stored = config.max_stored_responses
     shelf = None if num_workers == 1 or not num_stored else Shelf.shared(num_stored)
@@ -190,9 +197,17 @@ def _warn_if_open(service: Service, listener: socket.socket, console: Console) -
 class Launch:
     """One server from start to end."""
 
-    def __init__(self, service: Service, listener: socket.socket, console: Console) -> None:
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        console: Console,
+        place: socket.socket | None,
+    ) -> None:
+        """`place`: where the annex listens, if there is to be one."""
         self._config = service.config
         self._listener = listener
+        self._place = place
         self._console = console
         self._service = service
         self._told_to_end = asyncio.Event()
@@ -203,8 +218,10 @@ class Launch:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        http = HttpServer(self._service, self._listener)
-        workers = ApiWorkers(self._service, self._listener)
+        place = self._place
+        path = "" if place is None else place.getsockname()
+        http = HttpServer(self._service, self._listener, path)
+        workers = ApiWorkers(self._service, self._listener, place)
         workers.start()
         try:
             if (engine := await self._started(start_engine, http, workers)) is not None:

@@ -18,6 +18,8 @@ class Begin(msgspec.Struct, tag=True):
     """How the server was started."""
     started_at: float
     num_workers: int
+    annex: str
+    """Where requests with large bodies are handed over; empty if nowhere."""
 
 
 class Join(msgspec.Struct, tag=True):

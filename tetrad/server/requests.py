@@ -24,6 +24,9 @@ from tetrad.server.push import BODY
 from tetrad.server.service import Service
 
 REQUEST_ID = "X-Request-Id"
+BEGAN_AT = "tetrad.began_at"
+"""Where in the state of its scope stands when a request came that was handed over, or waited for
+its body."""
 LEFT = 499
 """What the access log says, as nginx does, of a client that left before its answer began."""
 _ID = re.compile(r"[!-~]{1,128}")
@@ -43,7 +46,9 @@ class RequestDoor:
             return
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
-        now = Arrival(given if _ID.fullmatch(given) else uuid.uuid4().hex, self._service.config)
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        began_at = scope.get("state", {}).get(BEGAN_AT)
+        now = Arrival(request_id, self._service.config, began_at)
         now.traceparent = headers.get("traceparent", "")
         begin(now)
         self._find_path(scope)

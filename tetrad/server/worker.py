@@ -1,5 +1,5 @@
 """A further API process: `python -m tetrad.server.worker --number N --tally FD --shelf FD
---listener FD`.
+--listener FD`, or with `--annex` the one that reads large bodies.
 
 Started by `workers.ApiWorkers` with a pipe as standard input, by which it is told what to do. When
 the pipe closes, the first process is gone and this one ends. When the first process has stopped,
@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvloop
 
@@ -26,6 +27,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S, show_stacks_when_asked
 from tetrad.engine.link import EngineLink
+from tetrad.server.annex import AnnexServer
 from tetrad.server.beat import BEAT_S, Watch, stopped_s
 from tetrad.server.console import Console
 from tetrad.server.http import HttpServer
@@ -41,15 +43,18 @@ LAST_ORDER_WAIT_S = 10.0
 LAST_WORDS_S = 2 * BEAT_S
 """Within so long all processes see that the first has stopped, and tell their clients."""
 
+Server = HttpServer | AnnexServer
+
 
 class Worker:
     """One process from start to end."""
 
-    def __init__(self, service: Service, listener: socket.socket, number: int) -> None:
+    def __init__(self, service: Service, begin: Callable[[], Server], number: int) -> None:
+        """`begin` begins to serve."""
         self._service = service
+        self._begin = begin
         self._number = number
         self._first = os.getppid()
-        self._listener = listener
         self._join: asyncio.Future[Join] = asyncio.get_running_loop().create_future()
         self._end = asyncio.Event()
         self._link: EngineLink | None = None
@@ -59,21 +64,21 @@ class Worker:
         join = await self._join
         self._link = link = await EngineLink.join(join.folder, join.worker)
         self._service.attach(link, is_ready=False)
-        http = HttpServer(self._service, self._listener)
+        server = self._begin()
         try:
             calm_collector_in_short_walks()
-            await http.listens()
+            await server.listens()
             self._service.tally.put(IS_SERVING, 1.0)
-            return await self._until_the_end(link, http)
+            return await self._until_the_end(link, server)
         finally:
             await link.stop()
-            await http.end()
+            await server.end()
             self._service.reporter.close()
 
-    async def _until_the_end(self, link: EngineLink, http: HttpServer) -> int:
+    async def _until_the_end(self, link: EngineLink, server: Server) -> int:
         told = asyncio.ensure_future(self._end.wait())
         watching = asyncio.ensure_future(self._watch_first(link))
-        await asyncio.wait((told, link.died, http.ended), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((told, link.died, server.ended), return_when=asyncio.FIRST_COMPLETED)
         if link.died.done():
             self._service.fail(str(link.died.result()))
             await asyncio.wait((told,), timeout=LAST_ORDER_WAIT_S)
@@ -82,7 +87,10 @@ class Worker:
         return 0 if self._end.is_set() else EngineDiedError.exit_code
 
     async def _watch_first(self, link: EngineLink) -> None:
-        """When the first process has stopped: tell the clients, then end it, and all with it."""
+        """When the first process has stopped: tell the clients, then end it, and all with it. If
+        it is the only one that takes connections, its end would help nobody."""
+        if self._service.config.api_workers == 1:
+            return
         limit_s = stopped_s(self._service.config)
         watch = Watch(self._service.tally, limit_s)
         while not watch.look([0]):
@@ -133,6 +141,7 @@ def main() -> int:
     parser.add_argument("--tally", required=True, type=int, metavar="DESCRIPTOR")
     parser.add_argument("--shelf", required=True, type=int, metavar="DESCRIPTOR")
     parser.add_argument("--listener", required=True, type=int, metavar="DESCRIPTOR")
+    parser.add_argument("--annex", action="store_true")
     arguments = parser.parse_args()
     told = orders(sys.stdin.fileno())
     begin = next(told, None)
@@ -150,13 +159,18 @@ def main() -> int:
         return error.exit_code
     service.command, service.started_at = tuple(begin.command), begin.started_at
     with socket.socket(fileno=arguments.listener) as listener:
-        return uvloop.run(_serve(service, listener, arguments.number, told))
+        serve = (
+            partial(AnnexServer, service, listener)
+            if arguments.annex
+            else partial(HttpServer, service, listener, begin.annex)
+        )
+        return uvloop.run(_serve(service, serve, arguments.number, told))
 
 
 async def _serve(
-    service: Service, listener: socket.socket, number: int, told: Iterator[Order]
+    service: Service, begin: Callable[[], Server], number: int, told: Iterator[Order]
 ) -> int:
-    worker = Worker(service, listener, number)
+    worker = Worker(service, begin, number)
     watch = threading.Thread(
         target=_pass_on, args=(told, worker, asyncio.get_running_loop()), daemon=True
     )

@@ -2,7 +2,8 @@
 
     the first process ── engine, port, signals, and requests as all the others
       ├── worker 1 ── a listening socket of its own on the same port, two sockets to the engine
-      └── worker 2 ── ...
+      ├── worker 2 ── ...
+      └── the annex ── a Unix socket instead of the port; started once all others serve
 
 The system spreads connections over the listening sockets by their addresses (SO_REUSEPORT): evenly,
 where processes that accept from one socket take whole bursts.
@@ -51,14 +52,19 @@ def automatic(num_processors: int) -> int:
 
 
 class ApiWorkers:
-    """All API processes of a server but the first; none if there is only that one."""
+    """All API processes of a server but the first."""
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
+    def __init__(
+        self, service: Service, listener: socket.socket, annex: socket.socket | None = None
+    ) -> None:
+        """`annex`: where that listens, if there is to be one."""
         self.failed: asyncio.Future[TetradError] = asyncio.get_running_loop().create_future()
         """Done when one ended before all were ready."""
         self._service = service
         self._listener = listener
-        self._numbers = range(1, service.tally.num_rows)
+        self._annex = annex
+        num_serving = service.config.api_workers or 1
+        self._numbers, self._annex_number = range(1, num_serving), num_serving
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._joined_at: dict[int, float] = {}
         """When each that does not serve yet was told to."""
@@ -75,7 +81,7 @@ class ApiWorkers:
     def start(self) -> None:
         """Start the processes; they load while the engine does."""
         self._keepers = [asyncio.create_task(self._keep(number)) for number in self._numbers]
-        if self._keepers:
+        if self._keepers or self._annex:
             self._watcher = asyncio.create_task(self._watch())
 
     async def join(self, engine: StartedEngine) -> float:
@@ -94,6 +100,8 @@ class ApiWorkers:
             await asyncio.sleep(POLL_S)
         self._startup_s = self._service.age_s
         self._tell_all(BeReady(self._startup_s))
+        if self._annex is not None:
+            self._keepers.append(asyncio.create_task(self._keep(self._annex_number)))
         return self._startup_s
 
     def drain(self) -> None:
@@ -121,6 +129,8 @@ class ApiWorkers:
         for process in self._processes.values():
             _kill(process)
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        if self._annex is not None:
+            self._annex.close()  # nobody need wait there any more
 
     async def _keep(self, number: int) -> None:
         """Have a process of that number run until the server ends."""
@@ -184,11 +194,12 @@ class ApiWorkers:
     async def _spawn(self, number: int) -> asyncio.subprocess.Process:
         tally, shelf = self._service.tally, self._service.shelf
         kept = -1 if shelf is None else shelf.file
-        with _another(self._listener) as listener:
+        annex = self._annex if number == self._annex_number else None
+        with _another(self._listener) if annex is None else annex.dup() as listener:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "tetrad.server.worker", "--number", str(number)),
                 *("--tally", str(tally.file), "--shelf", str(kept)),
-                *("--listener", str(listener.fileno())),
+                *("--listener", str(listener.fileno()), *(("--annex",) if annex else ())),
                 env=environment(),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=[fd for fd in (tally.file, kept, listener.fileno()) if fd >= 0],
@@ -200,6 +211,7 @@ class ApiWorkers:
             command=list(service.command),
             started_at=service.started_at,
             num_workers=tally.num_rows,
+            annex="" if self._annex is None else self._annex.getsockname(),
         )
         _write(process, begin)
         return process
