@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,7 +26,9 @@ from tetrad.server.handover import HandOver
 from tetrad.server.model import ServedModel
 from tetrad.server.requests import BEGAN_AT
 from tetrad.server.service import Service
+from tetrad.server.tally import IS_SERVING
 from tetrad.server.weight import HELD, LARGE_BYTES
+from tetrad.server.worker import Worker
 
 FILL = b" " * LARGE_BYTES
 GENERATE = {"text": "3", "sampling_params": {"max_new_tokens": 6}, "rid": "r"}
@@ -345,6 +348,7 @@ async def test_who_leaves_is_noticed(moment: str, make_service: MakeService, eng
         await task
         await until(lambda: not engine.live)
     assert len(engine.aborted) == (0 if moment == "in the body" else 1)
+    assert bool(call.sent) == (moment != "before the answer")
     assert HELD.total_bytes == 0
 
 
@@ -429,6 +433,15 @@ async def test_it_ends_when_its_answers_are_whole(make_service: MakeService, eng
     await task
     assert call.body.endswith(b"data: [DONE]\n\n")
     assert call.is_whole
+
+
+async def test_it_does_not_end_the_only_other_process(make_service: MakeService):
+    """Which stands still here: it has never beaten."""
+    service = make_service(api_workers=1)
+    service.tally.put(IS_SERVING, 1.0)
+    worker = Worker(service, lambda: AnnexServer(service, socket.socket()), 1)
+    async with asyncio.timeout(10):
+        await worker._watch_first(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
