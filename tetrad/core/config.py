@@ -245,8 +245,9 @@ class ModelOptions(Config):
     port: Port = option(30000, "Port to listen on; 0 takes a free one.")
     api_workers: int | None = option(
         None,
-        "API processes that share the port and the engine; each uses at most one processor. "
-        "Default: 1, and from 8 processors on a quarter of them, at most 4.",
+        "API processes that share the port and the engine; each uses at most one processor. A "
+        "further one reads large bodies. Default: 1, and from 8 processors on a quarter of them, "
+        "at most 4.",
         aliases=("--api-server-count",),
         ge=1,
         le=64,
