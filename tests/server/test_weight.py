@@ -104,7 +104,7 @@ async def test_what_is_held_is_given_back(client: httpx.AsyncClient):
 
 
 async def test_short_bodies_of_too_many_parts(client: httpx.AsyncClient):
-    """In 128 KiB it would take a tenth of a second to tell what is wrong with each."""
+    """To tell what is wrong with each takes longer than whatever else fits into 128 KiB."""
     many = ",".join(["[      ]"] * (MAX_NESTS + 1))
     assert len(many) < 1 << 17
     answer = await client.post(CHAT, content=f'{{"messages": [{many}]}}')
