@@ -136,14 +136,17 @@ def test_the_shapes_of_a_config_file_and_of_a_preset(tetrad, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--ops", "expert"], "--ops expert: there is no such one"),
+        (["--ops", "expert"], "--ops expert: unknown name"),
         (["--ops", "rms_nrm"], "Did you mean 'rms_norm'?"),
         (["--backends", "tritn"], "Did you mean 'triton'?"),
         (["--ops", "moe_blok"], "Did you mean 'moe_block'?"),
-        (["--ops", "moe_block", "--routing", "uniform"], "a router does not deal tokens evenly"),
+        (
+            ["--ops", "moe_block", "--routing", "uniform"],
+            "a router cannot distribute tokens evenly",
+        ),
         (
             ["--backends", "gluon", "--ops", "rope"],
-            "none of the ops asked for has such a one; rope",
+            "none of the requested ops has this backend; rope",
         ),
         (["--model", "glm5"], "Did you mean 'glm-5'?"),
         (["--tokens", "1,x"], "--tokens 1,x: whole numbers from 1 on with commas"),

@@ -173,7 +173,10 @@ def test_serve_writes_vllms_file_and_the_report(tetrad, arguments, tmp_path):
     ("flag", "sentence"),
     [
         (["--html", "/nowhere/a.html"], "--html /nowhere/a.html: there is no such folder."),
-        (["--save-result", "--result-dir", "/nowhere"], "--result-dir /nowhere: this is no folder"),
+        (
+            ["--save-result", "--result-dir", "/nowhere"],
+            "--result-dir /nowhere: this is not a writable folder",
+        ),
         (["--save-result", "--result-filename", "../a"], "it must be a name without folders"),
         (["--save-detailed"], "--save-detailed is about the file of --save-result"),
     ],

@@ -86,7 +86,7 @@ def test_a_prompt_may_be_piped_in(tetrad, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
     for prompt in ((), ("",), ("  ",)):
         code, _, err = tetrad("chat", *prompt, "--url", url)
-        sentence = "error: There is nothing to ask: give a prompt, or pipe one in.\n"
+        sentence = "error: There is no prompt: give one, or pipe one in.\n"
         assert (code, err) == (2, sentence)
 
 
@@ -237,7 +237,7 @@ def test_another_server_at_the_usual_place_is_neither_asked_nor_passed_over(
     server = TalkingServer(*ANSWER)
     code, out, err = at_the_usual_place(server, monkeypatch, tetrad)
     assert (code, out, server.bodies) == (2, "", [])
-    assert "What listens at URL does not answer as a Tetrad server does" in err
+    assert "What listens at URL does not answer like a Tetrad server" in err
     assert "--url URL" in err
 
 

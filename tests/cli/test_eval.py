@@ -79,7 +79,7 @@ def test_a_model_that_is_always_wrong_fails_the_command(tetrad):
     with beside(Pupil(wrong_every=1)) as url:
         code, out, err = tetrad("eval", "--url", url, *arguments)
     assert code == 6
-    assert "Not one answer is right" in err
+    assert "No answer is right" in err
     assert "0.0%" in out, "the table is shown all the same"
 
 

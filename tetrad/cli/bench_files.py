@@ -34,7 +34,7 @@ def check_folders(config: BenchServeConfig, **more: Path | None) -> None:
         check_writable("--" + name.replace("_", "-"), path)
     for name, folder in (("result-dir", config.result_dir), ("png", config.png)):
         if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise ConfigError(f"--{name} {folder}: this is no folder that can be written to.")
+            raise ConfigError(f"--{name} {folder}: this is not a writable folder.")
     if config.png is not None:
         from tetrad.bench.report.pyplot import require_matplotlib
 
@@ -58,7 +58,7 @@ def check_writable(flag: str, path: Path | None) -> None:
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: this is a folder; name a file in it.")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path}: this cannot be written to.")
+        raise ConfigError(f"{flag} {path}: this is not writable.")
 
 
 def command() -> str:
@@ -130,7 +130,7 @@ def _write_all(writes: Sequence[Write]) -> None:
         except OSError as error:
             sentences.append(f"{flag} {path} cannot be written: {error.strerror}")
     if sentences:
-        raise BenchFailure(f"{'; '.join(sentences)}. What was measured is printed above.")
+        raise BenchFailure(f"{'; '.join(sentences)}. The results are printed above.")
 
 
 def append(run: BenchRun, config: BenchServeConfig) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 _TEXT = "this benchmark sends text; leave it out, or measure images with sglang.bench_serving"
 _PROFILE = (
-    "a profiled run is no measurement; POST /start_profile to the server in a run of its own, or "
-    "see `tetrad bench rank`"
+    "a profiled run is not a measurement; POST /start_profile to the server in a run of its own, "
+    "or see `tetrad bench rank`"
 )
 _LORA = (
     "on a server with adapters name one with --extra-request-body '{\"lora_path\": NAME}'; Tetrad "
@@ -54,7 +54,7 @@ REASONS = {
     "--gsp-send-routing-key": "every request has the same headers, and prefixes route by content; "
     "leave it out",
     "--mooncake-workload": "nothing is downloaded; give the trace with --dataset-path",
-    "--fake-prefill": "a prefill that is left out measures no server; leave it out",
+    "--fake-prefill": "a run without prefill does not measure a server; leave it out",
     "--rust-client": _CLIENT,
     "--rust-worker-threads": "--workers sets the number of load processes",
 }

@@ -130,8 +130,8 @@ def _some_backend(config: BenchKernelsConfig, ops: Sequence[str]) -> None:
 
     if kernels_block.NAME in config.op_names and config.routing == "uniform":
         raise ConfigError(
-            f"--ops {kernels_block.NAME} --routing uniform: a router does not deal tokens evenly; "
-            "random and skewed work."
+            f"--ops {kernels_block.NAME} --routing uniform: a router cannot distribute tokens "
+            "evenly; random and skewed work."
         )
     having = {**OPS, kernels_block.NAME: OPS["experts"]}
     found = {op: having[op].backends for op in ops if op in having}
@@ -139,7 +139,7 @@ def _some_backend(config: BenchKernelsConfig, ops: Sequence[str]) -> None:
     if wanted and found and wanted.isdisjoint(chain(*found.values())):
         op, names = next(iter(found.items()))
         raise ConfigError(
-            f"--backends {config.backends}: none of the ops asked for has such a one; {op} has "
+            f"--backends {config.backends}: none of the requested ops has this backend; {op} has "
             f"{', '.join(names)}."
         )
 
@@ -149,8 +149,7 @@ def _known(flag: str, names: Sequence[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{flag} {name}: there is no such one; there are {', '.join(known)}."
-                f"{nearest(name, known)}"
+                f"{flag} {name}: unknown name; known are {', '.join(known)}.{nearest(name, known)}"
             )
 
 
@@ -188,7 +187,7 @@ def _print(rows: list[KernelTiming]) -> None:
     print(
         f"Ceilings of {device['name']} in this run: copy {ceilings.copy_tb_per_s:.3g} TB/s, "
         f"read {ceilings.read_tb_per_s:.3g} TB/s, large product {ceilings.gemm_tflops:.3g} TFLOP/s;"
-        f" a call that does nothing takes {ceilings.launch_us:.3g} µs."
+        f" an empty call takes {ceilings.launch_us:.3g} µs."
     )
     if blocks := _blocks(rows):
         show(blocks)

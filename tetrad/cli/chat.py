@@ -27,14 +27,14 @@ def _chat(config: ChatConfig) -> int:
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().strip()
     if prompt is not None and not prompt.strip():
-        raise ConfigError("There is nothing to ask: give a prompt, or pipe one in.")
+        raise ConfigError("There is no prompt: give one, or pipe one in.")
     narrator = Narrator()
     with server(config, narrator) as url:
         talk = Conversation(config, url, narrator)
         if prompt is not None:
             talk.ask(prompt)
         else:
-            narrator.say("Ctrl-C stops an answer, Ctrl-D ends.")
+            narrator.say("Ctrl-C stops an answer, Ctrl-D quits.")
             _converse(talk)
     return 0
 
@@ -79,7 +79,7 @@ class Conversation:
         if finish is None:
             raise TetradError("the server's answer broke off")
         if finish == "length":
-            self._narrator.say("(cut off at the longest answer; see --max-tokens)")
+            self._narrator.say("(cut off at the maximum length; see --max-tokens)")
         self._turns = [*turns, {"role": "assistant", "content": printer.answer}]
 
     def _events(self, turns: list[Message]) -> Iterator[dict[str, Any]]:

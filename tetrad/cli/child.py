@@ -94,7 +94,7 @@ def _runs_already(url: str, api_key: str | None, narrator: Narrator) -> bool:
         why = str(error) or type(error).__name__
     if why:
         raise ConfigError(
-            f"What listens at {url} does not answer as a Tetrad server does ({why}); --url {url} "
+            f"What listens at {url} does not answer like a Tetrad server ({why}); --url {url} "
             "asks it all the same, and --model abacus starts a server with the embedded model."
         )
     return True
@@ -114,7 +114,7 @@ def _once_ready(url: str, api_key: str | None, narrator: Narrator) -> dict[str, 
             if code == 401:
                 raise ConfigError(_wants_key(url, api_key)) from None
             if is_told and _is_refused(error):
-                raise TetradError(f"the server at {url} ended before it was ready.") from None
+                raise TetradError(f"the server at {url} exited before it was ready.") from None
             if code != 503:
                 raise
             if time.monotonic() >= deadline:
@@ -144,7 +144,7 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
     with DIRECT.open(request, timeout=GLANCE_S) as answer:
         parsed = json.load(answer)
     if not isinstance(parsed, dict):
-        raise TypeError(f"{url} gave no JSON object")
+        raise TypeError(f"{url} did not return a JSON object")
     return parsed
 
 

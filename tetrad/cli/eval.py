@@ -55,7 +55,7 @@ def _judge(run: EvalRun, min_accuracy: float) -> None:
     if num_failed := sum(failure.count for failure in run.failures):
         raise BenchFailure(
             f"{num_failed} of {run.overall.total} requests got no answer and count as wrong, so "
-            "the share of right answers says little of the model."
+            "the accuracy says little about the model."
         )
     if run.overall.accuracy < min_accuracy:
         raise BenchFailure(
@@ -63,7 +63,7 @@ def _judge(run: EvalRun, min_accuracy: float) -> None:
             f"{min_accuracy:.1%} of --min-accuracy."
         )
     if not run.overall.correct:
-        raise BenchFailure("Not one answer is right; --min-accuracy sets another mark.")
+        raise BenchFailure("No answer is right; --min-accuracy sets another threshold.")
 
 
 def _print(run: EvalRun) -> None:

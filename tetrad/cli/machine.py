@@ -89,7 +89,7 @@ def find_gpus() -> tuple[list[Gpu], str]:
     except ImportError:
         if not has_nvidia_driver():
             return [], "no NVIDIA driver"
-        return [], f"the driver cannot be asked; `{install('gpu')}` brings nvidia-ml-py"
+        return [], f"the driver cannot be queried; `{install('gpu')}` brings nvidia-ml-py"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

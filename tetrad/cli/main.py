@@ -37,8 +37,8 @@ app.command(
     "tetrad.cli.serve:serve",
     name="serve",
     help="Serve a model over HTTP: OpenAI's API and SGLang's native routes.\n\n"
-    "Without MODEL it serves Abacus, the tiny model that ships with Tetrad and can add. SIGTERM "
-    "lets running requests finish.",
+    "Without MODEL it serves Abacus, the tiny arithmetic model that ships with Tetrad. On SIGTERM "
+    "open requests may finish.",
     usage="Usage: tetrad serve [OPTIONS] [MODEL]",
     sort_key=1,
 )
@@ -46,31 +46,32 @@ app.command(
     "tetrad.cli.chat:chat",
     name="chat",
     usage="Usage: tetrad chat [OPTIONS] [PROMPT]",
-    help="Ask a model one question, or talk with it; starts a server when none is running.",
+    help="Ask a model one question, or chat with it; starts a server if none is running.",
     sort_key=2,
 )
-app.command(bench := App(name="bench", help="Measure a server, kernels, or one rank.", sort_key=3))
+app.command(
+    bench := App(name="bench", help="Benchmark a server, kernels, or one rank.", sort_key=3)
+)
 bench.command(
     "tetrad.cli.bench_serve:bench_serve",
     name="serve",
-    help="Put load on a running server and print what it did.\n\n"
-    "Exit code 0: the figures may be used. 6: more requests failed than --allow-failures, the "
-    "client was too slow (INVALID), or no server answered. 130: interrupted.",
+    help="Put load on a running server and print throughput and latencies.\n\n"
+    "Exit code 0: the figures are valid. 6: more requests failed than --allow-failures permits, "
+    "the client was too slow (INVALID), or no server answered. 130: interrupted.",
     help_epilogue=help_text(),
 )
 bench.command(
     "tetrad.cli.bench_sweep:bench_sweep",
     name="sweep",
     help="Put load on a running server at each of several points; can be resumed.\n\n"
-    "Exit code 0: every point may be used. 6: some may not; all are in the table. 130: "
+    "Exit code 0: every point is valid. 6: some are not; all are in the table. 130: "
     "interrupted.",
 )
 bench.command(
     "tetrad.cli.bench_compare:bench_compare",
     name="compare",
     usage="Usage: tetrad bench compare [OPTIONS] A B",
-    help="Put the same load on two servers in turns, and say whether they differ by more than "
-    "chance.",
+    help="Put the same load on two servers alternately, and say whether they differ significantly.",
 )
 bench.command(
     "tetrad.cli.bench_kernels:bench_kernels",
@@ -80,27 +81,27 @@ bench.command(
 bench.command(
     "tetrad.cli.bench_rank:bench_rank",
     name="rank",
-    help="Run one rank of a layout alone, with drawn weights: its decode step against its limit.",
+    help="Run one rank of a layout alone with random weights and time its step against its limit.",
 )
 app.command(
     "tetrad.cli.eval:evaluate",
     name="eval",
-    help="Count how many held-out problems a model answers exactly right.\n\n"
-    "Exit code 0: every request was answered, and enough were answered right, at least one. 6: not "
-    "so.",
+    help="Measure a model's exact-match accuracy on held-out problems.\n\n"
+    "Exit code 0: every request was answered, and enough of them correctly, at least one. 6: "
+    "otherwise.",
     sort_key=4,
 )
 app.command(
     "tetrad.cli.quantize:quantize",
     name="quantize",
     usage="Usage: tetrad quantize [OPTIONS] SOURCE TARGET",
-    help="Turn a bf16 checkpoint into an NVFP4 one.",
+    help="Quantise a bf16 checkpoint to NVFP4.",
     sort_key=5,
 )
 app.command(
     "tetrad.cli.doctor:doctor",
     name="doctor",
-    help="Show this machine, what can run on it, and why something cannot.",
+    help="Show this machine, which backends run on it, and why others do not.",
     sort_key=6,
 )
 
@@ -140,7 +141,9 @@ def run(tokens: list[str]) -> int:
         raise UserError(_unknown(error)) from None
     except UnusedCliTokensError as error:
         words = " ".join(error.unused_tokens or ())
-        raise UserError(f"Too many words, from {words!r} on; quote a text of several.") from None
+        raise UserError(
+            f"Too many words, from {words!r} on; quote text that has several words."
+        ) from None
     except MissingArgumentError as error:
         raise UserError(_missing(error)) from None
     except CycloptsError as error:

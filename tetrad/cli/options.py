@@ -17,8 +17,8 @@ class ServerChoice(Config):
 
     url: str | None = option(
         None,
-        "Address of a running server. Default: the Tetrad server at 127.0.0.1:30000; where nobody "
-        "listens there, one is started and ended again.",
+        "Address of a running server. Default: the Tetrad server at 127.0.0.1:30000; if nothing "
+        "listens there, one is started and stopped again.",
     )
     model: Path | None = option(
         None, "Start a server with this model folder. Default: the embedded model."
@@ -37,13 +37,16 @@ class ChatConfig(ServerChoice):
 
     prompt: str | None = option(
         None,
-        "What to ask. Default: standard input, or a conversation when that is a terminal.",
+        "What to ask. Default: standard input, or a conversation if that is a terminal.",
         group="Question",
     )
     system: str | None = option(None, "System message.", group="Question")
     no_think: bool = option(False, "Answer without reasoning first.", group="Question")
     max_tokens: int | None = option(
-        None, "Longest answer, reasoning included. Default: the server's.", group="Question", ge=1
+        None,
+        "Maximum answer length, reasoning included. Default: the server's.",
+        group="Question",
+        ge=1,
     )
     temperature: float | None = option(
         None, "Sampling temperature. Default: the model's.", group="Question", ge=0.0, le=2.0
@@ -53,18 +56,20 @@ class ChatConfig(ServerChoice):
 class EvalConfig(ServerChoice):
     """Options of `tetrad eval`."""
 
-    num_problems: int = option(20, "Problems of each kind.", group="Problems", ge=1, le=100_000)
+    num_problems: int = option(
+        20, "Number of problems per kind.", group="Problems", ge=1, le=100_000
+    )
     kinds: tuple[str, ...] = option(
         (), f"Kinds of problem. Default: all of {', '.join(KINDS)}.", group="Problems"
     )
     seed: int = option(0, "Seed of the problems.", group="Problems", ge=0, le=2**63 - 1)
-    max_concurrency: int = option(16, "Most requests in flight.", group="Problems", ge=1)
+    max_concurrency: int = option(16, "Maximum requests in flight.", group="Problems", ge=1)
     max_tokens: int = option(
-        512, "Longest answer, reasoning included.", group="Problems", ge=1, le=1_000_000
+        512, "Maximum answer length, reasoning included.", group="Problems", ge=1, le=1_000_000
     )
     min_accuracy: float = option(
         0.0,
-        "Exit with an error when the share of right answers is below this.",
+        "Exit with an error if accuracy is below this.",
         group="Result",
         ge=0.0,
         le=1.0,
@@ -85,6 +90,6 @@ class DoctorConfig(Config):
     """Options of `tetrad doctor`."""
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "Which device to examine; auto takes the GPU when there is one.", group="Device"
+        "auto", "Device to examine; auto uses the GPU if there is one.", group="Device"
     )
     json_: bool = option(False, "Print one JSON document instead of tables.", group="Result")

