@@ -134,7 +134,7 @@ def test_compiles(
 
 
 @pytest.mark.parametrize("topk", [0, 2048])
-def test_parties_tell_each_other(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_warpgroups_synchronize(topk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whoever reads what others wrote waits for it and fences it first; whoever tells of something
     has all of its threads done with it, and fenced what they stored."""
     ptx = compiled(glm_inputs(topk), 1, tmp_path, monkeypatch)[0].ptx

@@ -120,7 +120,7 @@ def all_threads_arrive(bar: Bar, increment_count: bool) -> None:
     arrive(bar, bar.count)
 
 
-def in_parties(
+def warp_specialized(
     functions: list[tuple[Callable[..., None], tuple[Any, ...]]],
     worker_warps: list[int],
     worker_registers: list[int],
@@ -183,7 +183,7 @@ def language(program: int) -> SimpleNamespace:
         join=lambda a, b: torch.stack([a, b], dim=-1), DistributedLinearLayout=nothing,
         BlockedLayout=nothing, SliceLayout=nothing, NVMMADistributedLayout=nothing,
         NVMMASharedLayout=nothing, SwizzledSharedLayout=nothing,
-        static_range=range, num_warps=lambda: 4, warp_specialize=in_parties,
+        static_range=range, num_warps=lambda: 4, warp_specialize=warp_specialized,
         program_id=lambda _axis: torch.tensor(program),
         arange=lambda first, end, layout: torch.arange(first, end),
         zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),

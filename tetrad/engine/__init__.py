@@ -1,1 +1,1 @@
-"""The step: schedule, run, apply, and the process around it."""
+"""The engine: schedule, run, apply, and the process around it."""

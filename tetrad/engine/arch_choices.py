@@ -1,4 +1,4 @@
-"""What the flags of a server mean for the architecture that it serves."""
+"""What the server's flags mean for the architecture being served."""
 
 from __future__ import annotations
 

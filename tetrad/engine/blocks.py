@@ -1,4 +1,4 @@
-"""The page pool: which pages are free, and how many hold each of the others."""
+"""The page pool: which pages are free, and how many holders each of the others has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pages the cache gets, how many sequences may run, and which limit decided."""
+"""How many pages the KV cache gets, how many sequences may run, and which limit decided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What API processes ask of the engine besides tokens: its state, and an operator's orders."""
+"""Engine calls from API processes other than requests: state queries and admin commands."""
 
 from __future__ import annotations
 

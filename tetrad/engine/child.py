@@ -1,4 +1,4 @@
-"""How processes of ours start others."""
+"""How Tetrad's processes start other processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The first API process's end of the engine: starts the process, tells its death.
+"""The engine client of the first API process: starts the engine process and reports its death.
 
-The engine's standard input is a pipe nobody writes to: it closes when this process ends, however it
-ends, and then the engine ends too. Further API processes join through `engine/link.py`.
+The engine's standard input is a pipe nobody writes to. It closes when this process ends for any
+reason, and then the engine exits too. Further API processes join through `engine/link.py`.
 """
 
 from __future__ import annotations

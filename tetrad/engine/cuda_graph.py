@@ -1,4 +1,4 @@
-"""Recording on an NVIDIA GPU."""
+"""CUDA graph capture on an NVIDIA GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of this machine the engine may use: device and threads."""
+"""Which device and how many threads the engine may use on this machine."""
 
 from __future__ import annotations
 

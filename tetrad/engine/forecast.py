@@ -1,12 +1,12 @@
-"""How many pages those that run will come to need at most, before anyone is let in beside them.
+"""How many pages the running requests will need at their peak, asked before another is admitted.
 
-A request may ask for many more tokens than it uses. What the last finished ones used of what they
-asked for says how far another will go: as far, on average, as those of them that went beyond where
-it is now. (SGLang's `new_token_ratio` is their mean for all.) One that ends at its limit only is
-taken at its word.
+A request may set a length limit far above what it uses. How much of their limits the latest
+finished requests used tells how long another will get: as long, on average, as those of them that
+got longer than it is now. (SGLang's `new_token_ratio` is their mean for all.) A request that only
+its limit can end is expected to reach it.
 
-The peak is looked for at each moment at which somebody is expected to end: until then all that
-still run have grown as far, and those that ended have given their pages back.
+The peak is searched for at each moment at which a request is expected to end: until then the
+remaining ones have grown, and those that ended have returned their pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What steps gave: most of it plain tokens, in columns, and few outputs with more to say."""
+"""Results of steps: mostly plain tokens, in columns, and a few full outputs."""
 
 from __future__ import annotations
 

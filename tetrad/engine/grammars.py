@@ -1,10 +1,10 @@
-"""Requests whose answers must match a grammar: until theirs is compiled they wait outside the
-scheduler, then each step of theirs gets a mask of allowed tokens.
+"""Requests whose answers must match a grammar: they wait outside the scheduler until it is
+compiled; then each of their steps gets a mask of allowed tokens.
 
     begin ──compile, elsewhere──▶ ready ──▶ scheduler ──▶ masks, tokens, masks, … ──▶ forget
 
-No step waits for a compilation. A step's mask depends on the token of the step before, so it is
-made between the launch of the model and that of the sampler, when that token has come.
+No step waits for a compilation. A step's mask depends on the token of the previous step, so it is
+computed between the launch of the model and that of the sampler, once that token is known.
 """
 
 from __future__ import annotations

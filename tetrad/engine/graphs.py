@@ -1,9 +1,9 @@
-"""Decode steps recorded as CUDA graphs, so that the host launches a step with one call.
+"""Decode steps captured as CUDA graphs, so that the host launches a step with one call.
 
-A graph is bound to a number of rows and to its tensors, so a step is padded to the next recorded
-size and copied into `StaticInputs`. Two sets are recorded: *short* ones in which no sequence is
-longer than what attention reads anyway, and *sparse* ones that choose keys first. What is not a
-decode, or does not fit, runs as it would without graphs.
+A graph is bound to a number of rows and to its tensors, so a step is padded to the next captured
+size and copied into `StaticInputs`. There are two sets: *short* graphs, in which no sequence is
+longer than what attention reads anyway, and *sparse* graphs, which select keys first. Steps that
+are not decodes, or do not fit, run without graphs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What happens when logits are not finite: find the op, put another backend in its place.
+"""What happens when logits are not finite: find the faulty op and replace its backend.
 
-The sampler marks a row whose logits hold NaN or infinity; that costs nothing, as the mark travels
-with the sampled token. Then the step is computed once more, and every op's result is looked at. The
-first that is not finite though all it was given is, is at fault. If another backend makes finite
-numbers of the very same arguments and passes its canary, it takes over for good.
+The sampler marks rows whose logits contain NaN or infinity; that costs nothing, because the mark
+travels with the sampled token. The step is then recomputed and the result of every op checked. The
+first op with a result that is not finite, from inputs that all are, is at fault. If another backend
+gives finite numbers for the same arguments and passes its canary, it takes over permanently.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Who waits, in the order of service.
+"""The waiting queue, in service order.
 
-Higher priorities go first. Within a priority API keys take turns, a request each; within a key
-service is in order of arrival. Without priorities and with one key all that is order of arrival.
+Higher priorities go first. Within a priority API keys take turns, one request each; within a key
+the order is that of arrival. Without priorities and with one key it is simply order of arrival.
 
-A request's place is decided when it comes, as in start-time fair queueing: it gets its key's next
+A request's place is decided when it arrives, as in start-time fair queueing: it gets its key's next
 turn, or the turn after the one being served if its key has none waiting. So a key that has sent a
-hundred requests keeps another one's first request waiting for one of its own at most, and a key
-that was silent has no claim on turns of the past.
+hundred requests delays another key's first request by at most one of its own, and a key that was
+silent has no claim on past turns.
 """
 
 from __future__ import annotations

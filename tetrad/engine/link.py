@@ -1,7 +1,7 @@
-"""An API process's end of an engine: sends requests, streams what each of them gets.
+"""An API process's connection to an engine: sends requests and streams their results.
 
-Two sockets in a folder only this user can enter: what the API process says goes out by one, what
-the engine says comes in by the other.
+It uses two sockets in a folder that only this user can enter: one for messages to the engine, one
+for messages from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that can step."""
+"""From a configuration to an engine that can run steps."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The engine process's loop: take messages in, step, give outputs out. No torch here.
+"""The engine process's main loop: receive messages, step, send outputs. No torch here.
 
-A second thread beats: it says at least once a second that the process lives and how long the
-current step has been running, also while that step does not end.
+A second thread sends heartbeats: at least once a second it reports that the process is alive and
+how long the current step has been running, even while that step does not end.
 
-Several API processes may share the engine: each brings two sockets, requests carry its number, and
-after a step each is sent one message with what its own requests got.
+Several API processes may share the engine. Each brings two sockets, requests carry its number, and
+after a step each gets one message with its own requests' outputs.
 """
 
 from __future__ import annotations

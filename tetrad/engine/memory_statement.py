@@ -1,5 +1,5 @@
-"""The one statement on memory that a server makes at start: who has it, which limit binds, and what
-more of it would buy."""
+"""The summary of memory printed at start: what uses it, which limit binds, and what more memory
+would add."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""An engine without a model: it plans steps, keeps pages and hands out tokens as ever, but a step
-only takes its time and its tokens are scripted.
+"""An engine without a model: scheduling, pages and outputs are real, but a step only takes its
+time and its tokens are scripted.
 
-So what serving costs beside the model can be measured, on any machine: the scheduler, the messages
-between the processes, the text, the HTTP. The token at a place depends on the request's seed and
-the place alone, so that every stream can be checked.
+This measures, on any machine, what serving costs apart from the model: scheduler, messages between
+processes, text, HTTP. The token at a position depends only on the request's seed and the position,
+so every stream can be checked.
 """
 
 from __future__ import annotations

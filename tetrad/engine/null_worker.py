@@ -1,4 +1,4 @@
-"""The engine process of `--load-format null`: as `worker.py`, without waiting for torch."""
+"""The engine process of `--load-format null`: like `worker.py`, but without waiting for torch."""
 
 from __future__ import annotations
 

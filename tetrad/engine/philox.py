@@ -1,9 +1,9 @@
 """Random numbers by position: the n-th number of a seed, whoever asks and whenever.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
-turns a 64-bit key and a 128-bit counter into four 32-bit words. The key is a request's seed, the
-counter the number of tokens it has generated, so a draw depends on nothing else: not on the batch,
-not on chunks, not on whether the request was preempted.
+turns a 64-bit key and a 128-bit counter into four 32-bit words. The key is the request's seed and
+the counter the number of tokens it has generated, so a draw depends on nothing else: not on the
+batch, chunking or preemption.
 """
 
 from __future__ import annotations

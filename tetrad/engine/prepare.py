@@ -1,5 +1,5 @@
 """What happens on a GPU between loading and serving: the largest step is tried, prompts of every
-kind are computed once, decode steps are recorded."""
+kind are computed once, and decode steps are captured."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What makes a process an engine process: its arguments, its signals, its tie to its parent.
 
-Started by `EngineClient`, with a pipe as standard input. When the pipe closes, the parent is gone
-and the process ends. Signals of a terminal or a service manager are the parent's to handle: it
-drains its requests and then says `Shutdown`.
+`EngineClient` starts it with a pipe as standard input. When the pipe closes, the parent is gone and
+the process exits. Signals from a terminal or service manager are handled by the parent: it drains
+its requests and then sends `Shutdown`.
 """
 
 from __future__ import annotations

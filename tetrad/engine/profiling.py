@@ -1,4 +1,4 @@
-"""torch's profiler over the engine's steps, as a trace file in the operator's folder."""
+"""Profiling of the engine's steps with torch, as a trace file in the operator's folder."""
 
 from __future__ import annotations
 

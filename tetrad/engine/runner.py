@@ -1,4 +1,4 @@
-"""Plan in, result out: the one place where the engine touches the model."""
+"""Plan in, result out: the only place where the engine touches the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process's share of the machine's processors, for the API processes."""
+"""How many processors this process may use, for the API processes."""
 
 from tetrad.kernels.host import usable_processors
 

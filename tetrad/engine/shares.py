@@ -1,5 +1,5 @@
-"""What a step gave, as one message to each API process: plain tokens as two columns of numbers, the
-rest as it is."""
+"""The results of a step as one message to each API process: plain tokens as two columns, the rest
+as full outputs."""
 
 from __future__ import annotations
 

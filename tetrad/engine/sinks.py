@@ -1,4 +1,4 @@
-"""Who hears what a request gets."""
+"""Who receives a request's outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a request's tokens are handed out: fewer, larger outputs cost the server less."""
+"""How often a request's tokens are sent: fewer, larger outputs cost the server less."""
 
 from __future__ import annotations
 

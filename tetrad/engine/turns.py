@@ -1,4 +1,4 @@
-"""When streams are told what they got: in turns of the event loop, which has others to serve."""
+"""When streams get their tokens: in turns of the event loop, which has other work to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages as bytes."""
+"""Encoding of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that change nothing as things are: each is told in a sentence when the engine starts."""
+"""Flags that have no effect in this configuration; each is named when the engine starts."""
 
 from __future__ import annotations
 

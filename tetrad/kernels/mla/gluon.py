@@ -1,9 +1,9 @@
-"""Latent attention on Hopper by parties that each do one thing, so that the tensor cores have work
-while others wait for memory or turn scores into weights.
+"""Warp-specialized latent attention on Hopper: the tensor cores have work while other warps wait
+for memory or compute the softmax.
 
-Four parties of four warps: `_copy` fills two buffers with tiles of keys, `_score` turns one tile
-after the other into weights, and two times `_values` sum the values, each half of their columns.
-Weights lie over the rotary keys of their tile, which nobody needs once it is scored.
+Four warpgroups: `_copy`, the producer, fills two buffers with tiles of keys; `_score` turns one
+tile after the other into softmax weights; two run `_values`, each summing half of the value
+columns. Weights reuse the memory of their tile's rotary keys, which scoring needs last.
 
     _copy     keys 0 ▶ │ keys 1 ▶ │                 │ keys 2 ▶
     _score             │ scores 0, weights 0 ▶ │ scores 1, weights 1 ▶ │ scores 2 …
