@@ -116,7 +116,7 @@ class Forecast:
     def growths(self, running: Running) -> Ints:
         """[4, n]: `growth` of each that runs, as columns."""
         rows, order = running.rows, running.order
-        tokens = rows.known.take(order) + rows.pending.take(order)
+        tokens = rows.total.take(order)
         most = np.maximum(rows.most_tokens.take(order) - tokens, 0)
         asked = rows.asked.take(order)
         pages = rows.num_pages.take(order)

@@ -7,6 +7,7 @@ whose counts are views of its row: there is one truth. No torch.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,11 +47,11 @@ class Rows:
     written with one assignment."""
 
     def __init__(self, num_rows: int) -> None:
-        self.numbers: Ints = np.zeros((13, num_rows), np.int64)
-        self.known, self.pending, self.computed = self.numbers[:3]  # as in `Sequence.counts`
-        self._counts = self.numbers[:3].T
-        self.plain_from, self.asked, self.num_shared = self.numbers[3:6]
-        self._lasting = self.numbers[6:]  # as they end `Stays`
+        numbers: Ints = np.zeros((13, num_rows), np.int64)
+        self._numbers = numbers.reshape(-1).data
+        self.known, self.total, self.computed = numbers[:3]  # as in `Sequence.counts`
+        self.plain_from, self.asked, self.num_shared = numbers[3:6]
+        self._lasting = numbers[6:]  # as they end `Stays`
         self.num_prompt, self.most_tokens, _, _, self.serial, _, _ = self._lasting
         self.num_pages: Ints = np.zeros(num_rows, np.int64)
         self.sampled_row: Ints = np.zeros(num_rows, np.int64)
@@ -60,6 +61,7 @@ class Rows:
         self.recent = np.zeros((num_rows, PAGE_TOKENS), np.int32)
         """The token at position p stands in column p & IN_PAGE, see `Sequence.token_ids`."""
         self._recent = self.recent.reshape(-1)
+        self._newest = self._recent.data
         self.pages: PageTable = np.zeros((num_rows, FIRST_PAGES), np.int32)
         self.sequences = np.full(num_rows, None, np.object_)
         self._free = list(range(num_rows - 1, -1, -1))
@@ -73,23 +75,27 @@ class Rows:
         self._num_stays += 1
         params = sequence.request.sampling
         temperature, top_p, min_p, top_k = sampling_rules(params)
-        self.numbers[:, row] = (
-            *sequence.counts,
-            sequence.plain_from,
-            sequence.asked,
-            sequence.num_shared,
-            sequence.num_prompt,
-            sequence.most_tokens,
-            sequence.num_known + 1,
-            top_k,
-            self._num_stays,
-            sequence.request.number,
-            sequence.request.worker,
+        its_numbers = self._numbers[row :: len(self.sequences)]
+        its_numbers[:] = array(
+            self._numbers.format,
+            (
+                *sequence.counts,
+                sequence.plain_from,
+                sequence.asked,
+                sequence.num_shared,
+                sequence.num_prompt,
+                sequence.most_tokens,
+                sequence.num_known + 1,
+                top_k,
+                self._num_stays,
+                sequence.request.number,
+                sequence.request.worker,
+            ),
         )
         self.rules[0, row], self.rules[1, row], self.rules[2, row] = temperature, top_p, min_p
         self.seeds[row] = sequence.seed & SEED_MASK
         self.sequences[row] = sequence
-        sequence.settle(self._counts[row], self.recent[row])
+        sequence.settle(its_numbers[:3], self._newest[row * PAGE_TOKENS : (row + 1) * PAGE_TOKENS])
         pages, sequence.pages = sequence.pages, ()
         self.add_pages(sequence, pages)
 
@@ -137,7 +143,6 @@ class Rows:
         places = self.known.take(rows)
         self._recent[rows * PAGE_TOKENS + (places & IN_PAGE)] = token_ids.astype(np.int32)
         self.known[rows] = places + 1
-        self.pending[rows] -= 1
 
     def stays(self, rows: Ints) -> Stays:
         """Of those that run in `rows`. As a rule the same as in the step before."""
@@ -159,14 +164,13 @@ class Rows:
         """One more token for each of them [D], which are one token behind. From here on it counts
         as computed, and what it samples as pending."""
         rows = stays.rows
-        known, pending = self.known.take(rows), self.pending.take(rows)
-        total = known + pending
+        total = self.total.take(rows)
+        is_known = total == self.known.take(rows)
         token_ids = -1 - self.sampled_row.take(rows)
-        if not pending.all():
-            is_known = pending == 0
-            places = (known[is_known] - 1) & IN_PAGE
+        if is_known.any():
+            places = (total[is_known] - 1) & IN_PAGE
             token_ids[is_known] = self.recent[rows[is_known], places]
-        self.pending[rows] = pending + 1
+        self.total[rows] = total + 1
         self.computed[rows] = total
         num_pages = -(-int(total.max(initial=0)) // PAGE_TOKENS)
         return Decodes(

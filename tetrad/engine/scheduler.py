@@ -85,7 +85,7 @@ class Scheduler(Ledger):
         rows = rows[table.serial.take(rows) == last.stays.serials]
         if all(work.sample and not s.needs_history for s, work in pairs):
             rows = np.concatenate([rows, np.array([s.row for s, _ in pairs], np.int64)])
-            total = table.known.take(rows) + table.pending.take(rows)
+            total = table.total.take(rows)
             is_left = total < table.most_tokens.take(rows)
             rows, total = rows[is_left], total[is_left]
             if all(map(self._has_pages, self._short_of_pages(rows, total))):
@@ -103,7 +103,7 @@ class Scheduler(Ledger):
         """Plan for those that run, oldest first; returns the budget that is left."""
         running, table = self.running, self.running.rows
         rows = running.order
-        total = table.known.take(rows) + table.pending.take(rows)
+        total = table.total.take(rows)
         is_spent = total >= table.most_tokens.take(rows)
         behind = total - table.computed.take(rows)
         granted = np.where(is_spent, 0, behind)

@@ -7,10 +7,6 @@ from array import array
 from copy import copy
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from tetrad.core.plan import Ints
 from tetrad.core.request import Request, SamplingParams
 from tetrad.core.step import PAGE_TOKENS, SampleWork
 
@@ -24,7 +20,8 @@ MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6
 """A smaller one keeps only the best token as well, but in float32 it may be 0, which keeps none."""
 
-KNOWN, PENDING, COMPUTED = range(3)
+Numbers = memoryview | list[int]
+KNOWN, TOTAL, COMPUTED = range(3)
 
 
 def sampling_rules(params: SamplingParams) -> tuple[float, float, float, int]:
@@ -55,8 +52,8 @@ class Sequence:
     """How long it waited before it first ran; None before."""
     row: int = NO_ROW
     """In `rows.py` while it runs."""
-    counts: Ints | list[int] = field(init=False)
-    """[3]: known, pending, and computed tokens. Computed are those of planned steps, too."""
+    counts: Numbers = field(init=False)
+    """[3]: known tokens, these and pending ones, and computed ones, those of planned steps, too."""
     pages: tuple[int, ...] = ()
     page_names: list[bytes] = field(default_factory=list)
     """Names of its first full pages, as far as they were needed."""
@@ -80,14 +77,14 @@ class Sequence:
     """Tokens it may generate, clipped; 0 if it ends at its limit only."""
     _listed: array[int] = field(init=False)
     """int32: known tokens as far as somebody has asked."""
-    _recent: npt.NDArray[np.int32] | None = None
+    _recent: memoryview | None = None
     """[PAGE_TOKENS] that of its row, with all known tokens that are not listed."""
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self._listed = array("i", self.request.prompt)
         self.num_prompt = len(self._listed)
-        self.counts = [self.num_prompt, 0, 0]
+        self.counts = [self.num_prompt, self.num_prompt, 0]
         self.most_tokens = self.num_prompt + sampling.max_new_tokens
         self.asked = min(sampling.max_new_tokens, CLIP_TOKENS) if self.end_ids else 0
         self.needs_history = (
@@ -118,15 +115,15 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        return int(self.counts[KNOWN])
+        return self.counts[KNOWN]
 
     @property
     def num_pending(self) -> int:
-        return int(self.counts[PENDING])
+        return self.counts[TOTAL] - self.counts[KNOWN]
 
     @property
     def num_computed(self) -> int:
-        return int(self.counts[COMPUTED])
+        return self.counts[COMPUTED]
 
     @property
     def num_generated(self) -> int:
@@ -135,26 +132,25 @@ class Sequence:
     @property
     def num_total(self) -> int:
         """Known tokens and pending ones."""
-        return self.num_known + self.num_pending
+        return self.counts[TOTAL]
 
     def add_token(self, token_id: int) -> None:
         """One that was pending is known."""
         known = self.token_ids
         known.append(token_id)
         self.counts[KNOWN] = len(known)
-        self.counts[PENDING] -= 1
         if self._recent is not None:
             self._recent[(len(known) - 1) % PAGE_TOKENS] = token_id
 
     def drop_token(self) -> None:
         """One that was pending will never be known."""
-        self.counts[PENDING] -= 1
+        self.counts[TOTAL] -= 1
 
     def compute(self, num_tokens: int) -> None:
         """Planned steps compute it so far."""
         self.counts[COMPUTED] = num_tokens
 
-    def settle(self, counts: Ints, recent: npt.NDArray[np.int32]) -> None:
+    def settle(self, counts: memoryview, recent: memoryview) -> None:
         """Keep counts and newest tokens there, where the former are already."""
         self.counts, self._recent = counts, recent
         recent[(len(self._listed) - 1) % PAGE_TOKENS] = self._listed[-1]
@@ -166,16 +162,16 @@ class Sequence:
 
     def unsettle(self) -> None:
         """Give up its row."""
-        self.counts, self._recent, self.row = self.counts.copy(), None, NO_ROW
+        self.counts, self._recent, self.row = [*self.counts], None, NO_ROW
         self.pages = ()
 
     def expect(self) -> SampleWork:
         """One more is pending: what the sampler needs for it."""
-        sampling, num_pending = self.request.sampling, self.num_pending
-        assert not (self.needs_history and num_pending), "penalties need every token"
-        num_generated = self.num_generated + num_pending
+        sampling, total = self.request.sampling, self.num_total
+        assert not (self.needs_history and total > self.num_known), "penalties need every token"
+        num_generated = total - self.num_prompt
         is_early = num_generated < sampling.min_new_tokens
-        self.counts[PENDING] = num_pending + 1
+        self.counts[TOTAL] = total + 1
         return SampleWork(
             params=sampling,
             seed=self.seed,
@@ -190,7 +186,7 @@ class Sequence:
         assert self.row == NO_ROW
         other = copy(self)
         other._listed = self._listed[:]
-        other.counts = [self.num_known, 0, 0]
+        other.counts = [self.num_known, self.num_known, 0]
         other.num_kept = 0
         other.num_retries += 1
         return other
