@@ -33,6 +33,7 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.admission import Limits
 from tetrad.engine.engine import Engine
 from tetrad.engine.graphs import GraphPlan
+from tetrad.engine.prefix import names_of
 from tetrad.engine.runner import Runner
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.shares import Shares
@@ -131,7 +132,8 @@ class Load:
         sampling = SamplingParams(num_tokens, temperature=self.temperature, top_p=0.9)
         worker = number % len(WORKERS)
         rid = f"{worker}.{number}.request"
-        return encode(AddRequests([Request(rid, prompt, sampling, number=number, worker=worker)]))
+        its = {"number": number, "worker": worker, "page_names": names_of(prompt)}
+        return encode(AddRequests([Request(rid, prompt, sampling, **its)]))
 
     def take(self, frames: list[bytes]) -> None:
         message = decode(frames)

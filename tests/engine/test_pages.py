@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine import prefix
 from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.prefix import PrefixCache, extend_names
 
@@ -18,10 +19,7 @@ def filled(*pages: int) -> array[int]:
 
 def names_of(*pages: int) -> list[bytes]:
     """Of the pages of such a sequence."""
-    token_ids = filled(*pages)
-    names: list[bytes] = []
-    extend_names(names, token_ids, len(token_ids))
-    return names
+    return [*prefix.names_of(filled(*pages).tobytes())]
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(0, 0), (1, 1), (64, 1), (65, 2), (128, 2)])

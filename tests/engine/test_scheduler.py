@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.fakes import (
     EOS,
@@ -22,6 +23,7 @@ from tetrad.core.errors import RequestError
 from tetrad.core.plan import StepPlan
 from tetrad.core.request import Finish, Request, RequestOutput
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.prefix import names_of
 from tetrad.engine.scheduler import Scheduler
 
 
@@ -147,6 +149,18 @@ def test_output_is_cached_too():
     bench.run(second)
     assert bench.last["b"].cached_tokens == 2 * PAGE_TOKENS
     bench.assert_undisturbed(second)
+
+
+@pytest.mark.parametrize("num_named", [0, 1, 3])
+def test_names_that_come_with_a_prompt_are_taken_and_those_that_lack_are_found(num_named: int):
+    bench, plain = Bench(make_scheduler()), make_request("a", 3 * PAGE_TOKENS + 1)
+    bench.run(plain)
+    named = replace(plain, rid="b", page_names=names_of(plain.prompt)[:num_named])
+    bench.run(named)
+    assert bench.last["b"].cached_tokens == 3 * PAGE_TOKENS
+    bench.run(replace(named, rid="c", page_names=(b"of another page", *named.page_names[1:])))
+    assert bench.last["c"].cached_tokens == 0
+    bench.assert_undisturbed(named)
 
 
 def test_a_disabled_cache_computes_everything():

@@ -11,7 +11,8 @@ import pytest
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.sse import events
-from tetrad.core.request import Finish, Request, TokenLogprob
+from tetrad.core.request import Finish, Request, TokenLogprob, packed
+from tetrad.engine.prefix import names_of
 from tetrad.server.app import build_app
 from tetrad.server.text import Tokenizer
 
@@ -164,3 +165,5 @@ async def test_choices_wait_until_their_prompt_is_known(
             engine.gate.set()
             assert len((await asking)["choices"]) == 3
         assert len(engine.seen) == 3
+        names = () if is_off else names_of(packed([5] * num_prompt))
+        assert all(request.page_names == names for request in engine.seen)

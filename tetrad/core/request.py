@@ -104,6 +104,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its own among the live requests of its API process, below 2**32: short for the rid."""
     worker: int = 0
     """The API process that it came from, see `core/messages.py`."""
+    page_names: tuple[bytes, ...] = ()
+    """Of the prompt's full pages, see `engine/prefix.py`; the engine finds those that it lacks."""
 
     @property
     def num_prompt(self) -> int:

@@ -30,6 +30,13 @@ def extend_names(names: list[bytes], token_ids: array[int], num_tokens: int) -> 
         names.append(digest.digest())
 
 
+def names_of(prompt: bytes) -> tuple[bytes, ...]:
+    """`Request.page_names`, which an API process finds so that no step waits for it."""
+    names: list[bytes] = []
+    extend_names(names, token_ids := array("i", prompt), len(token_ids))
+    return tuple(names)
+
+
 class PrefixCache:
     """Stands before the pool: allocates (evicting if it must), shares, and keeps pages.
 

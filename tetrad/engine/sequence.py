@@ -55,7 +55,7 @@ class Sequence:
     counts: Numbers = field(init=False)
     """[3]: known tokens, these and pending ones, and computed ones, those of planned steps, too."""
     pages: tuple[int, ...] = ()
-    page_names: list[bytes] = field(default_factory=list)
+    page_names: list[bytes] = field(init=False)
     """Names of its first full pages, as far as they were needed."""
     num_kept: int = 0
     """Pages offered to the prefix cache, or taken from it."""
@@ -83,6 +83,7 @@ class Sequence:
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self._listed = array("i", self.request.prompt)
+        self.page_names = [*self.request.page_names]
         self.num_prompt = len(self._listed)
         self.counts = [self.num_prompt, self.num_prompt, 0]
         self.most_tokens = self.num_prompt + sampling.max_new_tokens

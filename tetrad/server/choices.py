@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams, packed
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.prefix import names_of
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
@@ -58,6 +59,7 @@ def new_id(prefix: str) -> str:
 
 
 def make_choices(
+    service: Service,
     answer_id: str,
     prompts: Sequence[tuple[Sequence[int], SamplingParams]],
     num_each: int,
@@ -78,6 +80,7 @@ def make_choices(
     choices: list[Choice] = []
     for ids, params in prompts:
         prompt = packed(ids)
+        page_names = () if service.config.disable_radix_cache else names_of(prompt)
         for number in range(num_each):
             own = params
             if params.seed is not None:
@@ -91,6 +94,7 @@ def make_choices(
                 now.key_name,
                 request_id=now.request_id,
                 answer_id="" if is_alone else answer_id,
+                page_names=page_names,
             )
             choices.append(Choice(request, session(own.min_new_tokens), number == 0))
     return choices

@@ -73,7 +73,7 @@ async def _choices(service: Service, body: CompletionBody, answer_id: str) -> li
 
     def made() -> list[Choice]:
         with_params = [(ids, params(len(ids))) for ids in prompts]
-        return make_choices(answer_id, with_params, body.num_tried, session)
+        return make_choices(service, answer_id, with_params, body.num_tried, session)
 
     return await in_turn(made)
 

@@ -70,7 +70,7 @@ async def chat_choices(service: Service, body: ChatBody, answer_id: str) -> list
         seed=body.seed,
     )
     params = sampling_params(body, model.defaults, limits, grammar)
-    return make_choices(answer_id, [(ids, params)], body.n or 1, session)
+    return make_choices(service, answer_id, [(ids, params)], body.n or 1, session)
 
 
 def _in_vain(model: ServedModel, body: ChatBody) -> Iterator[str]:

@@ -51,7 +51,7 @@ async def _choices(service: Service, body: GenerateBody) -> list[Choice]:
         for ids, sampling, name in zip(prompts, samplings, names, strict=True):
             params = _params(service, body, sampling, len(ids))
             session = _sessions(service, sampling)
-            choices += make_choices(name, [(ids, params)], sampling.n or 1, session)
+            choices += make_choices(service, name, [(ids, params)], sampling.n or 1, session)
         return choices
 
     return await in_turn(made)
