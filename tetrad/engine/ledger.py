@@ -223,13 +223,14 @@ class Ledger:
         table, stays, starts = self.running.rows, step.stays, step.decodes.starts
         is_usual = (table.serial.take(stays.rows) == stays.serials) & (token_ids >= 0)
         gain = StepGain()
-        for index in (~is_usual).nonzero()[0].tolist():
+        unusual = (~is_usual).nonzero()[0].tolist()
+        for index in unusual:
             if self._lives(sequence := stays.sequences[index]):
                 read = int(starts[index]) + 1, step.decodes.pages(index)
                 gain.outputs.append(self._take(sequence, *read, int(token_ids[index]), None))
-        usual = is_usual.nonzero()[0]
-        table.add_tokens(stays.rows.take(usual), token_ids.take(usual))
-        self.counters.generated_tokens += len(usual)
+        usual = is_usual if unusual else ALL
+        table.add_tokens(stays.rows[usual], token_ids[usual])
+        self.counters.generated_tokens += len(token_ids) - len(unusual)
         known = table.known.take(stays.rows)
         is_first = known == stays.first_told
         may_keep = is_first | (starts & IN_PAGE == IN_PAGE)

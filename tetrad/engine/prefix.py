@@ -25,9 +25,9 @@ NAME_BYTES = 16
 def extend_names(names: list[bytes], token_ids: array[int], num_tokens: int) -> None:
     """Append the names of the full pages of `token_ids[:num_tokens]`, int32, that `names` lacks."""
     for page in range(len(names), num_tokens // PAGE_TOKENS):
-        digest = blake2b(names[-1] if names else b"", digest_size=NAME_BYTES)
-        digest.update(token_ids[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS])
-        names.append(digest.digest())
+        its = token_ids[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS].tobytes()
+        before = names[-1] if names else b""
+        names.append(blake2b(before + its, digest_size=NAME_BYTES).digest())
 
 
 def names_of(prompt: bytes) -> tuple[bytes, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,6 @@ class Running:
 
     def __init__(self, limits: Limits) -> None:
         self.rows = Rows(limits.max_running_requests)
-        self._places: list[tuple[int, int, int]] = []
-        """Of each, in order."""
         self._order = array("q")
         """Row of each, in order."""
         self._ends: Ints = np.zeros(max(limits.vocab, *limits.eos_ids, 0) + 1, np.int64)
@@ -60,9 +57,9 @@ class Running:
     def add(self, sequence: Sequence) -> None:
         """It has its pages."""
         self.rows.enter(sequence)
-        is_last = not self._places or self._places[-1] < sequence.place
-        index = len(self._places) if is_last else bisect_left(self._places, sequence.place)
-        self._places.insert(index, sequence.place)
+        index = len(self._order)
+        if index and sequence.place < self.last.place:
+            index = bisect_left(self._order, sequence.place, key=self._place)
         self._order.insert(index, sequence.row)
         for token_id in sequence.end_ids:
             self._ends[token_id] += 1
@@ -72,10 +69,9 @@ class Running:
 
     def remove(self, sequences: Collection[Sequence]) -> list[tuple[int, ...]]:
         """Returns the pages to give back, of each."""
-        leaves = np.zeros(len(self.rows.sequences), np.bool_)
-        leaves[[sequence.row for sequence in sequences]] = True
-        for index in leaves.take(self.order).nonzero()[0][::-1].tolist():
-            del self._places[index], self._order[index]
+        stays, order = np.ones(len(self.rows.sequences), np.bool_), self.order
+        stays[[sequence.row for sequence in sequences]] = False
+        self._order = array("q", order[stays.take(order)].tobytes())
         self._with_history.difference_update(sequences)
         for sequence in sequences:
             self.most_pages -= pages_for(sequence.most_tokens)
@@ -85,7 +81,12 @@ class Running:
 
     def below(self, priority: int) -> list[Sequence]:
         """Those of a lower priority: the last ones."""
-        return self._from(bisect_right(self._places, -priority, key=itemgetter(0)))
+        first = bisect_right(self._order, -priority, key=lambda row: self._place(row)[0])
+        return self._from(first)
+
+    def _place(self, row: int) -> tuple[int, int, int]:
+        sequence: Sequence = self.rows.sequences[row]
+        return sequence.place
 
     def _from(self, first: int) -> list[Sequence]:
         found: list[Sequence] = self.rows.sequences.take(self.order[first:]).tolist()
