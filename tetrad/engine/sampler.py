@@ -89,12 +89,13 @@ class Sampler:
         return Draws(ids.where(is_finite, -1), top, counts)
 
     def _choose(self, logits: Tensor, decodes: Decodes, works: Sequence[SampleWork]) -> Tensor:
-        own = np.array([sampling_rules(work.params) for work in works]).reshape(-1, 4).T
+        rules = [sampling_rules(work.params) for work in works]
+        if not decodes.rules[0].any() and not any(temperature for temperature, *_ in rules):
+            return self._sample_op(logits, None)
+        own = np.array(rules).reshape(-1, 4).T
         numbers = np.empty((4, len(logits)), np.float32)
         numbers[:3, : len(decodes)] = decodes.rules
         numbers[:3, len(decodes) :] = own[:3]
-        if not numbers[0].any():
-            return self._sample_op(logits, None)
         seeds = np.array([work.seed & SEED_MASK for work in works], np.uint64)
         indices = np.array([work.num_generated for work in works], np.int64)
         numbers[3] = uniforms(
