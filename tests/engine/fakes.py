@@ -181,7 +181,7 @@ class FakeRunner:
                 rid, token_id = self._sampled[-1 - token_id]
                 assert rid == work.rid, f"{work.rid} gets a token of {rid}"
             slot, is_spoiled = _slot(work, position), work.rid in self.spoiled
-            # a token of logits that were not finite is read as 0, as `with_sampled` does
+            # a token of logits that were not finite is read as 0, as `as_read` does
             self.slots[slot] = SPOILED if is_spoiled else max(token_id, 0)
             self._writer[slot] = work.rid
 

@@ -16,7 +16,9 @@ PAGE_TOKENS = 64
 it."""
 IN_PAGE = PAGE_TOKENS - 1
 """`position & IN_PAGE` is a position's place in its page. Of a column, % takes numpy five times as
-long."""
+long,"""
+PAGE_BITS = IN_PAGE.bit_length()
+"""and // four times as long as `position >> PAGE_BITS`."""
 
 
 class SequenceWork(msgspec.Struct, frozen=True):

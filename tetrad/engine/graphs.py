@@ -162,7 +162,7 @@ class DecodeGraphs:
 
     def run(self, plan: StepPlan, sampled: Tensor) -> Tensor | None:
         """Logits [R, V] of a step, valid until the next; None if it has to run without a graph.
-        `sampled` [R]: the tokens of the step before."""
+        `sampled`: the tokens of the step before, see `inputs.as_read`."""
         graph = self._graph_for(plan)
         if graph is None:
             return None

@@ -9,19 +9,27 @@ import torch
 from torch import Tensor
 
 from tetrad.core.plan import Decodes, Ints, PageTable, StepPlan
-from tetrad.core.step import PAGE_TOKENS, SequenceWork
+from tetrad.core.step import IN_PAGE, PAGE_BITS, PAGE_TOKENS, SequenceWork
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.transfer import send_into, to_device
 from tetrad.layers.batch import ForwardBatch
 
-NOTHING = torch.empty(0, dtype=torch.int64)
+NOTHING = torch.zeros(1, dtype=torch.int64)
 
 
-def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
-    """`token_ids` [T] with `sampled[r]` for each -1 - r: `sampled` [R] int64 are the tokens of the
-    step before, -1 where logits were not finite: read as token 0, since that request ends."""
-    rows = (~token_ids).clamp_(min=0)
-    return torch.where(token_ids < 0, sampled.index_select(0, rows), token_ids).clamp_(min=0)
+def as_read(ids: Tensor) -> Tensor:
+    """[1 + R] the tokens of a step [R] as the next one reads them, behind a 0. Where logits were
+    not finite, -1, it reads 0 as well, since that request ends."""
+    sampled = ids.new_zeros(len(ids) + 1)
+    torch.clamp(ids, min=0, out=sampled[1:])
+    return sampled
+
+
+def put_sampled(token_ids: Tensor, sampled: Tensor) -> None:
+    """In `token_ids` [T], put token r of `sampled`, see `as_read`, for each -1 - r. Who is known
+    reads the 0, which is no larger: that takes the host fewer launches than to choose."""
+    found = sampled.index_select(0, (-token_ids).clamp_(min=0))
+    torch.maximum(token_ids, found, out=token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +58,17 @@ class Columns:
             slots = _slots(decodes.page_table, rows, starts)
             ones = np.ones_like(starts)
             return cls(ones, starts + 1, decodes.page_table, decodes.token_ids, starts, slots)
+        first = len(decodes)
         query_lens = np.ones(plan.num_rows, np.int64)
-        query_lens[len(decodes) :] = [len(work.token_ids) for work in works]
+        query_lens[first:] = lens = np.array([len(work.token_ids) for work in works])
         starts = np.array([work.start for work in works])
         ids = np.frombuffer(b"".join(work.token_ids for work in works), np.int32)
         kv_lens = np.concatenate([decodes.starts, starts]) + query_lens
         page_table = _page_table(decodes, works, pages_for(int(kv_lens.max())))
-        rows = np.arange(len(kv_lens)).repeat(query_lens)
-        ends = query_lens.cumsum()
-        positions = np.arange(len(rows)) + (kv_lens - ends).take(rows)
+        own_rows = np.arange(len(works)).repeat(lens)
+        own_positions = np.arange(len(ids)) + (starts + lens - lens.cumsum()).take(own_rows)
+        rows = np.concatenate([np.arange(first), own_rows + first])
+        positions = np.concatenate([decodes.starts, own_positions])
         return cls(
             query_lens,
             kv_lens,
@@ -71,9 +81,10 @@ class Columns:
 
 def _slots(page_table: PageTable, rows: Ints, positions: Ints) -> Ints:
     """Where the key of each of `positions` [T], of `rows` [T] of the table, is kept."""
-    places = positions // PAGE_TOKENS
-    pages: Ints = page_table.take(rows * page_table.shape[1] + places).astype(np.int64)
-    return positions + (pages - places) * PAGE_TOKENS
+    cells = rows * page_table.shape[1] + (positions >> PAGE_BITS)
+    slots: Ints = page_table.take(cells).astype(np.int64) << PAGE_BITS
+    slots |= positions & IN_PAGE
+    return slots
 
 
 def _page_table(decodes: Decodes, works: tuple[SequenceWork, ...], width: int) -> PageTable:
@@ -124,7 +135,7 @@ class StaticInputs:
         )
 
     def fill(self, plan: StepPlan, sampled: Tensor = NOTHING) -> None:
-        """Write a step of single tokens, at most B of them. `sampled`: see `with_sampled`."""
+        """Write a step of single tokens, at most B of them. `sampled`: see `as_read`."""
         columns, count, size = Columns.of(plan), plan.num_rows, self.size
         longs = np.zeros(3 * size + 1, np.int64)
         token_ids, positions, slots = longs[:-1].reshape(3, size)
@@ -143,25 +154,25 @@ class StaticInputs:
         send_into(torch.from_numpy(longs), self._longs)
         send_into(torch.from_numpy(kv_lens), self._kv_lens)
         send_into(torch.from_numpy(page_table), self.page_table[:, : page_table.shape[1]])
-        if (token_ids < 0).any():
-            on_device = self._longs[:size]
-            on_device.copy_(with_sampled(on_device, sampled))
+        if token_ids.min() < 0:
+            put_sampled(self._longs[:size], sampled)
 
 
 def build(plan: StepPlan, device: torch.device, sampled: Tensor = NOTHING) -> ForwardBatch:
     """A plan as a batch on `device`. All integers of one type travel in one copy. `sampled`: see
-    `with_sampled`."""
+    `as_read`."""
     columns = Columns.of(plan)
     num_rows, num_tokens = len(columns.kv_lens), len(columns.token_ids)
-    ends = columns.query_lens.cumsum()
-    samples = np.ones(num_rows, np.bool_)
-    samples[len(plan.decodes) :] = [work.sample is not None for work in plan.sequences]
-    columns_64 = [columns.token_ids, columns.positions, columns.slots, ends[samples] - 1]
+    ends, first = columns.query_lens.cumsum(), len(plan.decodes)
+    samples = np.array([work.sample is not None for work in plan.sequences], np.bool_)
+    columns_64 = [columns.token_ids, columns.positions, columns.slots]
+    columns_64 += [np.arange(first), ends[first:][samples] - 1]
     longs = to_device(torch.from_numpy(np.concatenate(columns_64)), device)
     token_ids = longs[:num_tokens]
-    if (columns.token_ids < 0).any():
-        token_ids = with_sampled(token_ids, sampled)
-    columns_32 = np.concatenate([[0], ends, columns.kv_lens]).astype(np.int32)
+    if columns.token_ids.min() < 0:
+        put_sampled(token_ids, sampled)
+    columns_32 = np.zeros(2 * num_rows + 1, np.int32)
+    columns_32[1 : num_rows + 1], columns_32[num_rows + 1 :] = ends, columns.kv_lens
     ints = to_device(torch.from_numpy(columns_32), device)
     return ForwardBatch(
         token_ids=token_ids,

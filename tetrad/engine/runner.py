@@ -10,7 +10,7 @@ from torch import Tensor
 from tetrad.core.plan import StepPlan
 from tetrad.engine.grammars import Masks
 from tetrad.engine.graphs import DecodeGraphs, GraphPlan, Recorder
-from tetrad.engine.inputs import NOTHING, build
+from tetrad.engine.inputs import NOTHING, as_read, build
 from tetrad.engine.sampler import Draws, Sampler
 from tetrad.kernels.select import OpSet
 from tetrad.layers.batch import ForwardBatch
@@ -30,7 +30,7 @@ class Runner:
         self._device = device
         self._sampler = Sampler(ops)
         self._sampled = NOTHING
-        """[R] the tokens of the step launched last, on the device."""
+        """The tokens of the step launched last, on the device: see `as_read`."""
 
     def record_graphs(
         self, plan: GraphPlan, recorder: Recorder, say: Callable[[str], None]
@@ -53,7 +53,7 @@ class Runner:
         the model is launched. Rows whose logits are not finite are marked, not raised."""
         logits = self._logits(plan)
         draws = self._sampler(logits, plan, masks)
-        self._sampled = draws.ids
+        self._sampled = as_read(draws.ids)
         return draws
 
     @torch.inference_mode()
