@@ -64,16 +64,17 @@ def _check_grammar(grammar: Grammar | None) -> None:
 def _check_ids(request: Request, limits: Limits) -> None:
     if not request.prompt:
         raise RequestError("The prompt is empty; it needs at least one token.", param="prompt")
-    # read without a sign, a negative one is too large as well
-    if np.maximum.reduce(np.frombuffer(request.prompt, np.uint32)) >= limits.vocab:
+    # read without a sign, a negative one is too large as well; `max` has twice the overhead
+    ids = np.frombuffer(request.prompt, np.uint32)
+    if ids.item(ids.argmax()) >= limits.vocab:
         raise _unknown_id("prompt", request.prompt_ids, limits.vocab)
     sampling = request.sampling
-    for param, ids in (
+    for param, named in (
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", sampling.logit_bias),
     ):
-        if ids and (min(ids) < 0 or max(ids) >= limits.vocab):
-            raise _unknown_id(param, ids, limits.vocab)
+        if named and (min(named) < 0 or max(named) >= limits.vocab):
+            raise _unknown_id(param, named, limits.vocab)
 
 
 def _unknown_id(param: str, ids: Iterable[int], vocab: int) -> RequestError:

@@ -104,11 +104,10 @@ class Scheduler(Ledger):
         running, table = self.running, self.running.rows
         rows = running.order
         total = table.total.take(rows)
-        is_spent = total >= table.most_tokens.take(rows)
-        behind = total - table.computed.take(rows)
-        granted = np.where(is_spent, 0, behind)
-        if granted.sum() > budget:
-            granted = np.clip(budget - (granted.cumsum() - granted), 0, granted)
+        behind = granted = total - table.computed.take(rows)
+        behind[total >= table.most_tokens.take(rows)] = 0
+        if behind.sum() > budget:
+            granted = np.clip(budget - (behind.cumsum() - behind), 0, behind)
         is_due = granted > 0
         for sequence in self._short_of_pages(rows[is_due], total[is_due]):
             while sequence.pages and not self._has_pages(sequence):
