@@ -10,7 +10,7 @@ from tests.engine.fakes import as_decodes
 from tetrad.core.plan import StepPlan
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import PAGE_TOKENS, SampleWork, SequenceWork
-from tetrad.engine.inputs import as_read, build
+from tetrad.engine.inputs import NOTHING, as_read, build
 
 CPU = torch.device("cpu")
 SAMPLE = SampleWork(SamplingParams(), 0, 0)
@@ -69,5 +69,5 @@ def test_pending_tokens_come_from_the_rows_of_the_step_before():
         return SequenceWork(rid, array("i", ids), 5, (0,), SAMPLE)
 
     plan = StepPlan((one("a", -2), one("b", 11, 12), one("c", 9, -1), one("d", -3)))
-    batch = build(plan, CPU, as_read(torch.tensor([30, 31, -1])))
+    batch = build(plan, CPU, as_read(NOTHING, torch.tensor([30, 31, -1])))
     assert batch.token_ids.tolist() == [31, 11, 12, 9, 30, 0]

@@ -17,12 +17,11 @@ from tetrad.layers.batch import ForwardBatch
 NOTHING = torch.zeros(1, dtype=torch.int64)
 
 
-def as_read(ids: Tensor) -> Tensor:
-    """[1 + R] the tokens of a step [R] as the next one reads them, behind a 0. Where logits were
-    not finite, -1, it reads 0 as well, since that request ends."""
-    sampled = ids.new_zeros(len(ids) + 1)
-    torch.clamp(ids, min=0, out=sampled[1:])
-    return sampled
+def as_read(nothing: Tensor, ids: Tensor) -> Tensor:
+    """[1 + R] the tokens of a step [R] as the next one reads them, behind `nothing`, which is
+    NOTHING on their device. Where logits were not finite, -1, it reads 0 as well, since that
+    request ends."""
+    return torch.cat([nothing, ids.clamp(min=0)])
 
 
 def put_sampled(token_ids: Tensor, sampled: Tensor) -> None:
@@ -169,8 +168,9 @@ def build(plan: StepPlan, device: torch.device, sampled: Tensor = NOTHING) -> Fo
     columns_64 += [np.arange(first), ends[first:][samples] - 1]
     longs = to_device(torch.from_numpy(np.concatenate(columns_64)), device)
     token_ids = longs[:num_tokens]
-    if columns.token_ids.min() < 0:
-        put_sampled(token_ids, sampled)
+    pending = (columns.token_ids < 0).nonzero()[0]
+    if len(pending):
+        put_sampled(token_ids[: int(pending[-1]) + 1], sampled)
     columns_32 = np.zeros(2 * num_rows + 1, np.int32)
     columns_32[1 : num_rows + 1], columns_32[num_rows + 1 :] = ends, columns.kv_lens
     ints = to_device(torch.from_numpy(columns_32), device)

@@ -47,7 +47,7 @@ class PrefixCache:
         self.pool = pool
         self.is_enabled = is_enabled
         self._page_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+        self._name_of: list[bytes | None] = [None] * pool.num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -101,29 +101,32 @@ class PrefixCache:
         """Give back one sequence's pages; those the cache keeps become idle."""
         release, name_of = self.pool.release, self._name_of
         for page in reversed(pages):
-            if release(page) == 1 and page in name_of:
+            if release(page) == 1 and name_of[page]:
                 self._idle[page] = None
 
     def forget(self, pages: Iterable[int]) -> None:
         """Drop pages whose content must not be trusted. Sequences that hold them keep them."""
         for page in pages:
-            if page in self._name_of:
+            if self._name_of[page]:
                 self._idle.pop(page, None)
                 self._drop(page)
 
     def flush(self) -> None:
         """Forget every page."""
-        self.forget(list(self._name_of))
+        self.forget(list(self._page_of.values()))
 
     def _drop(self, page: int) -> None:
-        del self._page_of[self._name_of.pop(page)]
+        name, self._name_of[page] = self._name_of[page], None
+        assert name is not None
+        del self._page_of[name]
         self.pool.release(page)
 
     def check(self, held: Sequence[int]) -> None:
         """Raise AssertionError unless every page is explained by `held` (what sequences hold, one
         entry per reference) and by this cache."""
-        assert {page: name for name, page in self._page_of.items()} == self._name_of
+        kept = {page: name for name, page in self._page_of.items()}
+        assert kept == {page: name for page, name in enumerate(self._name_of) if name}
         live = set(held)
-        idle = {page for page in self._name_of if page not in live}
+        idle = {page for page in kept if page not in live}
         assert idle == set(self._idle), f"idle: {sorted(self._idle)}, should be {sorted(idle)}"
-        self.pool.check([*held, *self._name_of])
+        self.pool.check([*held, *kept])

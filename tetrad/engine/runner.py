@@ -29,7 +29,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self._device = device
         self._sampler = Sampler(ops)
-        self._sampled = NOTHING
+        self._nothing = self._sampled = NOTHING.to(device)
         """The tokens of the step launched last, on the device: see `as_read`."""
 
     def record_graphs(
@@ -53,7 +53,7 @@ class Runner:
         the model is launched. Rows whose logits are not finite are marked, not raised."""
         logits = self._logits(plan)
         draws = self._sampler(logits, plan, masks)
-        self._sampled = as_read(draws.ids)
+        self._sampled = as_read(self._nothing, draws.ids)
         return draws
 
     @torch.inference_mode()
