@@ -30,19 +30,19 @@ def test_pages_for(num_tokens: int, num_pages: int):
 def test_a_page_is_free_when_its_last_holder_lets_go():
     pool = PagePool(2)
     (page,) = pool.allocate(1)
-    pool.retain(page)
-    assert pool.release(page) == 1
+    pool.retain([page])
+    assert pool.release([page]) == [page]
     assert pool.num_free == 1
-    assert pool.release(page) == 0
+    assert pool.release([page]) == []
     assert pool.num_free == 2
 
 
 def test_a_free_page_cannot_be_released_or_shared():
     pool = PagePool(1)
     with pytest.raises(AssertionError, match="free already"):
-        pool.release(0)
+        pool.release([0])
     with pytest.raises(AssertionError, match="cannot be shared"):
-        pool.retain(0)
+        pool.retain([0])
 
 
 def test_a_leak_is_drawn_as_runs_of_pages():

@@ -35,19 +35,25 @@ class PagePool:
             self._references[page] = 1
         return pages
 
-    def retain(self, page: int) -> None:
-        """Add a reference to a page that somebody holds."""
-        assert self._references[page] > 0, f"page {page} is free and cannot be shared"
-        self._references[page] += 1
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add a reference to each of these, which somebody holds."""
+        references = self._references
+        for page in pages:
+            assert references[page] > 0, f"page {page} is free and cannot be shared"
+            references[page] += 1
 
-    def release(self, page: int) -> int:
-        """Drop one reference; at zero the page is free. Returns the references left."""
-        left = self._references[page] - 1
-        assert left >= 0, f"page {page} is free already"
-        self._references[page] = left
-        if not left:
-            self._free.append(page)
-        return left
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """Drop one reference of each; at zero a page is free. Returns those that have one left."""
+        references, single = self._references, []
+        for page in pages:
+            left = references[page] - 1
+            assert left >= 0, f"page {page} is free already"
+            references[page] = left
+            if not left:
+                self._free.append(page)
+            elif left == 1:
+                single.append(page)
+        return single
 
     def references(self, page: int) -> int:
         return self._references[page]

@@ -22,7 +22,7 @@ from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.forecast import Forecast, Outlook
 from tetrad.engine.gains import ALL, StepGain
 from tetrad.engine.line import WaitingLine
-from tetrad.engine.prefix import PrefixCache, extend_names
+from tetrad.engine.prefix import PrefixCache
 from tetrad.engine.running import Running
 from tetrad.engine.sequence import Sequence
 from tetrad.engine.work import PlannedStep, finish_of, output_of
@@ -281,13 +281,12 @@ class Ledger:
         """Offer the full pages that a step computed to the prefix cache. Called only after finite
         logits, which vouch for the keys they were computed from. A sequence that was preempted
         since has none."""
-        token_ids = sequence.token_ids  # also lists what its row has no room to keep
+        sequence.list_tokens()
         num_full = num_kv_tokens // PAGE_TOKENS
         if num_full <= sequence.num_kept or not self.cache.is_enabled:
             return
-        extend_names(sequence.page_names, token_ids, num_full * PAGE_TOKENS)
-        new = slice(sequence.num_kept, num_full)
-        self.cache.keep(sequence.page_names[new], sequence.pages[new])
+        first, names = sequence.num_kept, sequence.names(num_full)
+        self.cache.keep(names[first:], sequence.pages[first:num_full])
         sequence.num_kept = num_full
 
     def _fail(self, sequence: Sequence, pages: tuple[int, ...]) -> RequestOutput:

@@ -61,7 +61,10 @@ class WaitingLine:
     def put_back(self, sequence: Sequence) -> None:
         """One that ran waits again, in its old place."""
         self._lane(sequence.request.priority).num_waiting += 1
-        insort(self._sequences, sequence, key=_place)
+        if not self._sequences or self._sequences[-1].place < sequence.place:
+            self._sequences.append(sequence)  # as nearly always
+        else:
+            insort(self._sequences, sequence, key=_place)
 
     def pop_first(self) -> Sequence:
         """Serve the first."""

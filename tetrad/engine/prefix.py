@@ -73,10 +73,10 @@ class PrefixCache:
     def num_idle_among(self, pages: Iterable[int]) -> int:
         return sum(map(self._idle.__contains__, pages))
 
-    def share(self, pages: Iterable[int]) -> None:
+    def share(self, pages: Sequence[int]) -> None:
         """Hold found pages for one more sequence."""
+        self.pool.retain(pages)
         for page in pages:
-            self.pool.retain(page)
             self._idle.pop(page, None)
 
     def allocate(self, count: int) -> list[int]:
@@ -91,17 +91,17 @@ class PrefixCache:
         page it has: the newcomer's page is freed with its sequence."""
         if not self.is_enabled:
             return
+        page_of, name_of, kept = self._page_of, self._name_of, []
         for name, page in zip(names, pages, strict=True):
-            if name not in self._page_of:
-                self._page_of[name] = page
-                self._name_of[page] = name
-                self.pool.retain(page)
+            if name not in page_of:
+                page_of[name], name_of[page] = page, name
+                kept.append(page)
+        self.pool.retain(kept)
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one sequence's pages; those the cache keeps become idle."""
-        release, name_of = self.pool.release, self._name_of
-        for page in reversed(pages):
-            if release(page) == 1 and name_of[page]:
+        for page in self.pool.release(reversed(pages)):
+            if self._name_of[page]:
                 self._idle[page] = None
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -119,7 +119,7 @@ class PrefixCache:
         name, self._name_of[page] = self._name_of[page], None
         assert name is not None
         del self._page_of[name]
-        self.pool.release(page)
+        self.pool.release((page,))
 
     def check(self, held: Sequence[int]) -> None:
         """Raise AssertionError unless every page is explained by `held` (what sequences hold, one

@@ -35,7 +35,6 @@ from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.forecast import Outlook
 from tetrad.engine.ledger import Ledger
-from tetrad.engine.prefix import extend_names
 from tetrad.engine.sequence import Sequence
 from tetrad.engine.work import PlannedStep, whole_tokens
 
@@ -222,6 +221,4 @@ class Scheduler(Ledger):
         since its logits are wanted."""
         if not self.cache.is_enabled:
             return []
-        num_tokens = sequence.num_known - 1
-        extend_names(sequence.page_names, sequence.token_ids, num_tokens)
-        return self.cache.find(sequence.page_names[: num_tokens // PAGE_TOKENS])
+        return self.cache.find(sequence.names((sequence.num_known - 1) // PAGE_TOKENS))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tetrad.core.request import Request, SamplingParams
 from tetrad.core.step import PAGE_TOKENS, SampleWork
+from tetrad.engine.prefix import extend_names
 
 NO_ROW = -1
 NEVER = 1 << 60
@@ -56,7 +57,7 @@ class Sequence:
     """[3]: known tokens, these and pending ones, and computed ones, those of planned steps, too."""
     pages: tuple[int, ...] = ()
     page_names: list[bytes] = field(init=False)
-    """Names of its first full pages, as far as they were needed."""
+    """Of its first full pages, as far as they came with its request or were needed."""
     num_kept: int = 0
     """Pages offered to the prefix cache, or taken from it."""
     num_shared: int = 0
@@ -106,13 +107,23 @@ class Sequence:
     @property
     def token_ids(self) -> array[int]:
         """Known tokens; of one that has ended those that somebody has asked for before."""
+        self.list_tokens()
+        return self._listed
+
+    def list_tokens(self) -> None:
+        """Before its row, which has room for a page of them, keeps newer ones in their place."""
         num_new = self.num_known - len(self._listed)
         if num_new and self._recent is not None:
             assert num_new <= PAGE_TOKENS
             first, size = len(self._listed) % PAGE_TOKENS, self._listed.itemsize
             twice = 2 * self._recent.tobytes()
             self._listed.frombytes(twice[first * size : (first + num_new) * size])
-        return self._listed
+
+    def names(self, num_pages: int) -> list[bytes]:
+        """Of its first full pages."""
+        if len(self.page_names) < num_pages:
+            extend_names(self.page_names, self.token_ids, num_pages * PAGE_TOKENS)
+        return self.page_names[:num_pages]
 
     @property
     def num_known(self) -> int:
