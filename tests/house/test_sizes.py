@@ -11,7 +11,7 @@ FUNCTION_P90_LINES = 35
 FUNCTION_MEDIAN_LINES = 10
 FILE_CAP_LINES = 400
 TEST_FILE_CAP_LINES = 600
-PACKAGE_BUDGET_LINES = 39_600
+PACKAGE_BUDGET_LINES = 39_800
 """Lines of code, without blank lines, comments and docstrings. Changed only by an edit with a
 reason: 15,000 at first; 17,000 for backends of `linear`, Blackwell's kernels and timing of a whole
 block of experts; 18,500 for several sizes of tile, packing in one launch and FP8 experts;
@@ -27,7 +27,8 @@ connection; 37,700 for steps in columns; 37,800 for threads by the size of a ste
 38,000 for the entrance of many connections; 38,200 for launches placed early and exchanges in
 place; 38,250 for clients that are turned away and routes that may have been meant; 38,500 for
 attention by parties of warps, answers in the OpenAPI document and estimates of comparisons;
-39,600 for long work that takes turns, more flags of other servers and steps tried before serving.
+39,600 for long work that takes turns, more flags of other servers and steps tried before serving;
+39,800 for large bodies in a process of their own and tables that fit.
 """
 
 
