@@ -190,7 +190,7 @@ async def test_a_slash_behind_a_path_changes_nothing(
 
 @pytest.mark.parametrize("wrong", ["llm", "/llm/", "/"])
 def test_a_wrong_root_path_is_refused(wrong: str):
-    with pytest.raises(ConfigError, match="--root-path begins with /"):
+    with pytest.raises(ConfigError, match="--root-path must begin with /"):
         ServeConfig.parse({"root_path": wrong})
 
 
