@@ -18,23 +18,23 @@ def _decode_ptx(is_scaled: bool) -> str:
     """PTX from four codes in a word, $2, to four bf16 numbers in two, $0 and $1; times the bf16
     scales in $3 and $4 where `is_scaled`.
 
-    A code's bits, moved, are a bf16 number that is 2^120 times too small; subnormals are kept.
+    A code's bits, moved, are a bf16 number that is 2^120 times too small; subnormals are kept. The
+    sign gets there since a code is widened to 16 bits by it.
     The code of NaN becomes 480: what is not finite has to show in the scale. A product is an fma
     with -0, which Ampere has too.
     """
     pairs = "\n".join(
         f"""
 prmt.b32 pair, $2, 0, {order};
-and.b32 size, pair, 0x7F007F00;
-shr.b32 size, size, 4;
-lop3.b32 pair, pair, 0x80008000, size, 0xEA;
+shl.b32 pair, pair, 4;
+and.b32 pair, pair, 0x87F087F0;
 fma.rn.bf16x2 {"pair" if is_scaled else f"${i}"}, pair, step, minus_zero;
 {f"fma.rn.bf16x2 ${i}, pair, ${i + 3}, minus_zero;" if is_scaled else ""}"""
-        for i, order in enumerate(("0x1404", "0x3424"))
+        for i, order in enumerate(("0x9180", "0xB3A2"))
     )
     return f"""
 {{
-.reg .b32 pair, size, step, minus_zero;
+.reg .b32 pair, step, minus_zero;
 mov.b32 step, 0x7B807B80;
 mov.b32 minus_zero, 0x80008000;
 {pairs}
