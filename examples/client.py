@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 CALCULATOR: Any = {
     "type": "function",
@@ -74,7 +74,10 @@ def choose(client: OpenAI, model: str) -> None:
 def main() -> None:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        model = client.models.list().data[0].id
+        try:
+            model = client.models.list().data[0].id
+        except APIConnectionError:
+            sys.exit(f"No server answers at {url}; start one with `tetrad serve`.")
         stream(client, model)
         call_a_tool(client, model)
         choose(client, model)

@@ -40,7 +40,7 @@ def test_chat_prints_the_answer_and_thinks_beside_it(served: Served):
     done = tetrad("chat", "What is 3+5?", "--url", served.url)
     assert (done.returncode, done.stdout) == (0, "3 + 5 = 8\n")
     assert "3+5=8" in done.stderr
-    direct = tetrad("chat", "What is 3+5?", "--url", served.url, "--no-think")
+    direct = tetrad("chat", "What is 3+5?", "--base-url", served.url, "--no-think")
     assert (direct.stdout, direct.stderr) == ("3 + 5 = 8\n", "")
 
 
@@ -55,6 +55,13 @@ def test_the_example_of_a_client(served: Served):
         'tool call: calculator {"expression": "47+85"}',
         "chosen: 3 + 5 = 8",
     ]
+
+
+def test_the_example_of_a_client_without_a_server():
+    command = [sys.executable, str(ROOT / "examples" / "client.py"), "http://127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = "No server answers at http://127.0.0.1:1; start one with `tetrad serve`.\n"
+    assert (done.returncode, done.stderr) == (1, told)
 
 
 def test_a_tool_call_arrives_whole_and_in_pieces(client: openai.OpenAI):

@@ -19,6 +19,7 @@ class ServerChoice(Config):
         None,
         "Address of a running server. Default: the Tetrad server at 127.0.0.1:30000; if nothing "
         "listens there, one is started and stopped again.",
+        aliases=("--base-url",),
     )
     model: Path | None = option(
         None, "Start a server with this model folder. Default: the embedded model."
