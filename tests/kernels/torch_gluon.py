@@ -1,7 +1,7 @@
 """Runs a Gluon kernel on torch, program by program: Gluon has no interpreter.
 
 Layouts are ignored, bf16 is not rounded, and copies are done when they are started: so it shows
-wrong addresses, masks and sums, but no race. Parties of warps are threads, so that one which is not
+wrong addresses, masks and sums, but no race. Warpgroups are threads, so that one which is not
 told of what it waits for waits in vain.
 """
 
@@ -127,8 +127,8 @@ def warp_specialized(
 ) -> None:
     assert len(functions) == len(worker_warps) + 1 == len(worker_registers) + 1
     with ThreadPoolExecutor(len(functions)) as pool:
-        for party in [pool.submit(function, *arguments) for function, arguments in functions]:
-            party.result()
+        for each in [pool.submit(function, *arguments) for function, arguments in functions]:
+            each.result()
 
 
 def allocate(dtype: torch.dtype, shape: list[int], _layout: object) -> Shared | Bars:

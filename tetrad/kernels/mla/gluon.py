@@ -51,8 +51,8 @@ LATENT, ROTARY = 512, 64
 FEWEST_HEADS = 17
 """Fewer fill a tile of `triton.py`, which leaves less of its products empty. Decodes of as few as
 these are bound by the bytes of keys, however full the products."""
-PARTY_WARPS = 4
-WARPS = constexpr(PARTY_WARPS)
+GROUP_WARPS = 4
+WARPS = constexpr(GROUP_WARPS)
 REGISTERS, FP8_REGISTERS = constexpr((120, 168, 168)), constexpr((88, 160, 160))
 """Per thread, of `_score` and of each `_values`; `_copy` gets what is left of 512, 56 or 104."""
 
@@ -95,16 +95,15 @@ def _copy(
     H: gl.constexpr, C: gl.constexpr, R: gl.constexpr, TOPK: gl.constexpr, BH: gl.constexpr,
     BT: gl.constexpr, PAGE: gl.constexpr, IS_FP8: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Queries, then keys. `LAYOUT`: of a tile of keys."""
+    """Queries, then keys, which `LAYOUT` deals out by rows."""
     HALF: gl.constexpr = C // 2
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if num_tiles > 0:
-        head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, WHOLE))
+        head = first_head + gl.arange(0, BH, layout=gl.SliceLayout(1, LAYOUT))
         query = queries + (row.to(gl.int64) * H + head).expand_dims(1) * (C + R)
         is_head = (head < H).expand_dims(1)
-        _start_columns(q[0], query, 0, is_head, HALF, WHOLE)
-        _start_columns(q[1], query, HALF, is_head, HALF, WHOLE)
-        _start_columns(q[2], query, C, is_head, R, WHOLE)
+        _start_columns(q[0], query, 0, is_head, HALF, LAYOUT)
+        _start_columns(q[1], query, HALF, is_head, HALF, LAYOUT)
+        _start_columns(q[2], query, C, is_head, R, LAYOUT)
         if IS_FP8:
             copy.commit_group()
             decode_keys(
@@ -331,7 +330,7 @@ def attend(
         BT=WIDE.keys,
         PAGE=PAGE_TOKENS,
         IS_FP8=pool.dtype == torch.uint8,
-        num_warps=PARTY_WARPS,
+        num_warps=GROUP_WARPS,
         **chain.options(),
     )
     if num_splits > 1:

@@ -1,7 +1,6 @@
-"""FP8 keys for the Hopper kernel of latent attention: one party decodes them into the buffers that
-the others read.
+"""The producer of `gluon.py` for FP8 keys: it decodes them into the buffers that others read.
 
-A tile is decoded group by group, the columns of one scale. Codes of the next two groups are loaded
+A tile is decoded in groups of columns that share a scale. Codes of the next two groups are loaded
 into registers meanwhile, also while a buffer is waited for.
 """
 
@@ -22,7 +21,7 @@ from tetrad.kernels.mla.gluon_parts import pages_of, positions, slots_of
 
 
 @constant
-def _columns(each: int) -> Any:
+def _group_layout(each: int) -> Any:
     """A group [key, column], or with `each` 4 its words: a thread has 8 codes of each half of four
     keys, and 8 threads store 128 bytes of a row."""
     near = [[0, n // each] for n in (1, 2, 4, 64) if n >= each]
@@ -64,6 +63,7 @@ def _load_group(
 
 @jit()
 def _start_rotary(target, pool, slot, C: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start the copy of a tile's rotary numbers, bf16 [key, R]; zeros where there is no key."""
     BEHIND: gl.constexpr = C + C // BLOCK * 4
     rotary = (pool + slot.to(gl.int64) * (BEHIND + 2 * R) + BEHIND).expand_dims(1)
     column = gl.arange(0, R, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
@@ -84,8 +84,8 @@ def decode_keys(
     their way.
     """
     GROUPS: gl.constexpr = C // BLOCK
-    WORDS: gl.constexpr = _columns(4)
-    CODES: gl.constexpr = _columns(1)
+    WORDS: gl.constexpr = _group_layout(4)
+    CODES: gl.constexpr = _group_layout(1)
     words, scales = _load_group(pool, slot, 0, C, R, WORDS)
     next_words, next_scales = _load_group(pool, slot, 1, C, R, WORDS)
     copy.wait_group(0)

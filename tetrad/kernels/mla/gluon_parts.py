@@ -64,7 +64,7 @@ def pages_of(pages, position, PAGE: gl.constexpr):
 
 @jit()
 def slots_of(position, page, PAGE: gl.constexpr):
-    """Where the keys at some positions lie in the pool, -1 where there is none."""
+    """int32 numbers of the slots in the pool where keys at some positions lie, -1 for no key."""
     return gl.where(position >= 0, page * PAGE + position % PAGE, -1)
 
 
