@@ -16,7 +16,8 @@ def run(
     heads = joined.view(len(joined), -1, width)
     num_shared = pool.shape[-1] // (2 * width)
     straight = heads[:, :-num_shared].float()
-    swapped = straight.roll(width // 2, -1)
+    half = width // 2
+    swapped = torch.cat([straight[..., half:], straight[..., :half]], dim=-1)
     turned = (straight * cos.unsqueeze(1)).addcmul_(swapped, sin.unsqueeze(1)).to(joined.dtype)
     num_heads = turned.shape[1] - num_shared
     rows = torch.cat([turned[:, num_heads:], heads[:, -num_shared:]], dim=1).flatten(1)
