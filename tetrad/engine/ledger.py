@@ -228,21 +228,25 @@ class Ledger:
             if self._lives(sequence := stays.sequences[index]):
                 read = int(starts[index]) + 1, step.decodes.pages(index)
                 gain.outputs.append(self._take(sequence, *read, int(token_ids[index]), None))
-        usual = is_usual if unusual else ALL
-        table.add_tokens(stays.rows[usual], token_ids[usual])
-        self.counters.generated_tokens += len(token_ids) - len(unusual)
-        known = table.known.take(stays.rows)
-        is_first = known == stays.first_told
-        may_keep = is_first | (starts & IN_PAGE == IN_PAGE)
-        for index in (may_keep & is_usual).nonzero()[0].tolist():
+        # before the next token takes the place of the page's first
+        for index in (is_usual & (starts & IN_PAGE == IN_PAGE)).nonzero()[0].tolist():
             self._keep_full_pages(stays.sequences[index], int(starts[index]) + 1)
+        usual = is_usual if unusual else ALL
+        known = table.add_tokens(stays.rows[usual], token_ids[usual])
+        self.counters.generated_tokens += len(token_ids) - len(unusual)
+        if unusual:
+            known = table.known.take(stays.rows)
+        is_first = known == stays.first_told
         is_new = is_first | self.running.may_end(token_ids) | (known >= stays.most_tokens)
         is_plain = is_usual & ~is_new
         plain = ALL if is_plain.all() else is_plain
         gain.sequences, gain.plain, gain.token_ids = stays.sequences, plain, token_ids[plain]
         gain.numbers, gain.workers = stays.numbers[plain], stays.workers[plain]
         for index in (is_new & is_usual).nonzero()[0].tolist():
-            gain.outputs.append(self._told(stays.sequences[index], int(token_ids[index]), None))
+            sequence = stays.sequences[index]
+            if is_first[index]:
+                self._keep_full_pages(sequence, int(starts[index]) + 1)
+            gain.outputs.append(self._told(sequence, int(token_ids[index]), None))
         return gain
 
     def _take(
@@ -285,8 +289,8 @@ class Ledger:
         num_full = num_kv_tokens // PAGE_TOKENS
         if num_full <= sequence.num_kept or not self.cache.is_enabled:
             return
-        first, names = sequence.num_kept, sequence.names(num_full)
-        self.cache.keep(names[first:], sequence.pages[first:num_full])
+        names, places = sequence.names(num_full), range(sequence.num_kept, num_full)
+        self.cache.keep(names, sequence.pages, places)
         sequence.num_kept = num_full
 
     def _fail(self, sequence: Sequence, pages: tuple[int, ...]) -> RequestOutput:

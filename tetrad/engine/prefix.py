@@ -86,15 +86,17 @@ class PrefixCache:
             self._drop(page)
         return self.pool.allocate(count)
 
-    def keep(self, names: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Remember full, computed pages that a sequence holds. A name that is known stays with the
-        page it has: the newcomer's page is freed with its sequence."""
+    def keep(self, names: Sequence[bytes], pages: Sequence[int], places: Iterable[int]) -> None:
+        """Remember full, computed pages that a sequence holds: those of its `pages` in these
+        places. A name that is known stays with the page it has: the newcomer's page is freed with
+        its sequence."""
         if not self.is_enabled:
             return
         page_of, name_of, kept = self._page_of, self._name_of, []
-        for name, page in zip(names, pages, strict=True):
-            if name not in page_of:
-                page_of[name], name_of[page] = page, name
+        for place in places:
+            if (name := names[place]) not in page_of:
+                page = page_of[name] = pages[place]
+                name_of[page] = name
                 kept.append(page)
         self.pool.retain(kept)
 

@@ -138,11 +138,13 @@ class Rows:
         """Which of `rows` have pages that do not hold so many tokens?"""
         return num_tokens > self.num_pages.take(rows) * PAGE_TOKENS
 
-    def add_tokens(self, rows: Ints, token_ids: Ints) -> None:
-        """One that was pending is known now for each of `rows`."""
+    def add_tokens(self, rows: Ints, token_ids: Ints) -> Ints:
+        """One that was pending is known now for each of `rows`; returns how many are."""
         places = self.known.take(rows)
         self._recent[rows * PAGE_TOKENS + (places & IN_PAGE)] = token_ids.astype(np.int32)
-        self.known[rows] = places + 1
+        places += 1
+        self.known[rows] = places
+        return places
 
     def stays(self, rows: Ints) -> Stays:
         """Of those that run in `rows`. As a rule the same as in the step before."""

@@ -221,4 +221,5 @@ class Scheduler(Ledger):
         since its logits are wanted."""
         if not self.cache.is_enabled:
             return []
-        return self.cache.find(sequence.names((sequence.num_known - 1) // PAGE_TOKENS))
+        num_pages = (sequence.num_known - 1) // PAGE_TOKENS
+        return self.cache.find(sequence.names(num_pages)[:num_pages])

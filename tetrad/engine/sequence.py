@@ -112,18 +112,21 @@ class Sequence:
 
     def list_tokens(self) -> None:
         """Before its row, which has room for a page of them, keeps newer ones in their place."""
-        num_new = self.num_known - len(self._listed)
-        if num_new and self._recent is not None:
+        listed, recent = self._listed, self._recent
+        num_new = self.counts[KNOWN] - len(listed)
+        if num_new and recent is not None:
             assert num_new <= PAGE_TOKENS
-            first, size = len(self._listed) % PAGE_TOKENS, self._listed.itemsize
-            twice = 2 * self._recent.tobytes()
-            self._listed.frombytes(twice[first * size : (first + num_new) * size])
+            first = len(listed) % PAGE_TOKENS
+            beyond = first + num_new - PAGE_TOKENS
+            listed.frombytes(recent[first : first + num_new].tobytes())
+            if beyond > 0:
+                listed.frombytes(recent[:beyond].tobytes())
 
     def names(self, num_pages: int) -> list[bytes]:
-        """Of its first full pages."""
+        """Of its first full pages, at least so many of them."""
         if len(self.page_names) < num_pages:
             extend_names(self.page_names, self.token_ids, num_pages * PAGE_TOKENS)
-        return self.page_names[:num_pages]
+        return self.page_names
 
     @property
     def num_known(self) -> int:

@@ -9,6 +9,7 @@ others of about their length, none larger than `MAX_BLOCK_PAIRS` (query, key) pa
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -101,10 +102,10 @@ class Ragged:
     """[S, max_pages] int32."""
     query_lens: tuple[int, ...]
     """Host twin of the differences of `query_start`."""
-    kv_lens_host: tuple[int, ...]
+    kv_lens_host: Sequence[int]
     """Host twin of `kv_lens`."""
 
-    @property
+    @cached_property
     def max_kv_len(self) -> int:
         return max(self.kv_lens_host)
 
@@ -218,7 +219,7 @@ class Ragged:
         )
 
 
-def _runs(query_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> list[_Run]:
+def _runs(query_lens: tuple[int, ...], kv_lens: Sequence[int]) -> list[_Run]:
     """Cut long prompt chunks so that no run alone exceeds MAX_BLOCK_PAIRS; rows that see nothing
     are left out."""
     runs, row = [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -50,7 +51,7 @@ class ForwardBatch:
     """[R] int64, the rows of T whose logits are wanted."""
     query_lens: tuple[int, ...]
     """Host twin of query_start, at least 1 each, so that nothing waits for the device."""
-    kv_lens_host: tuple[int, ...]
+    kv_lens_host: Sequence[int]
     """Host twin of kv_lens, or numbers that these will never exceed."""
     num_real: Tensor | None = None
     """[1] int64: rows from there on are padding. None: there is none."""
