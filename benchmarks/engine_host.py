@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from tetrad.core.collector import calm_collector
+from tetrad.core.limits import Limits
 from tetrad.core.messages import AddRequests
 from tetrad.core.request import Request, SamplingParams, packed
 from tetrad.core.step import PAGE_TOKENS
-from tetrad.engine.admission import Limits
 from tetrad.engine.engine import Engine
 from tetrad.engine.graphs import GraphPlan
 from tetrad.engine.prefix import names_of
@@ -139,7 +139,7 @@ class Load:
         message = decode(frames)
         assert isinstance(message, AddRequests)
         for request in message.requests:
-            self.engine.add(request)
+            self.engine.add(request, is_checked=True)
             self.shares.begin(request)
 
     def step(self) -> tuple[str, dict[str, float]]:

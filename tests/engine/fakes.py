@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tetrad.core.limits import Limits
 from tetrad.core.plan import NO_DECODES, Decodes, Ints, StepPlan, StepResult
 from tetrad.core.request import Grammar, Request, SamplingParams, TokenLogprob, packed
 from tetrad.core.step import PAGE_TOKENS, SampleWork, SequenceWork
-from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.forecast import Forecast
 from tetrad.engine.grammars import Masks

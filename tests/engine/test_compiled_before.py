@@ -12,10 +12,10 @@ import pytest
 from tests.engine.fakes import make_limits
 from tests.engine.launched import NUM_PAGES, launches
 from tetrad.core.keys import ACTIVATION, FP8, KeyFormat
+from tetrad.core.limits import Limits
 from tetrad.core.plan import StepPlan
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork
-from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.prepare import decode_steps, largest_step, prompt_steps
 

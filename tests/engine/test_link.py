@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.fakes import make_request
-from tetrad.core.messages import AbortRequests, EngineStats, Heartbeat, Message
+from tests.engine.fakes import make_limits, make_request
+from tetrad.core.errors import RequestError, TetradError
+from tetrad.core.messages import AbortRequests, EngineReady, EngineStats, Heartbeat, Message
 from tetrad.engine.link import EngineLink
 from tetrad.engine.sinks import Outputs
 from tetrad.engine.turns import TURN_S
@@ -49,6 +50,7 @@ class Turns:
 async def joined(tmp_path: Path) -> AsyncIterator[EngineLink]:
     joined = EngineLink(str(tmp_path), 1)
     joined._open()
+    joined._receive(EngineReady({}, make_limits()))
     yield joined
     await joined._close()
 
@@ -112,3 +114,26 @@ async def test_who_leaves_in_one_turn_is_told_of_in_one_message(
     assert not said
     await asyncio.sleep(0)
     assert said == [AbortRequests(["1.1.a", "1.2.b"])]
+
+
+async def test_what_can_never_be_served_is_refused_without_the_engine(
+    joined: EngineLink, monkeypatch: pytest.MonkeyPatch
+):
+    said: list[Message] = []
+    monkeypatch.setattr(joined, "_send", said.append)
+    told: list[TetradError] = []
+
+    class Heard(Outputs):
+        def fail(self, error: TetradError) -> None:
+            told.append(error)
+
+    for rid in "ab":
+        leave = joined.begin(make_request(rid, 5, top_p=2.0), Heard(rid))
+        assert not told, "before who asks knows how to leave"
+    leave()
+    leave()
+    await asyncio.sleep(0)
+    (error,) = told
+    assert isinstance(error, RequestError)
+    assert (error.param, error.http_status) == ("top_p", 400)
+    assert not said

@@ -23,6 +23,7 @@ from tetrad.core.errors import RequestError
 from tetrad.core.plan import StepPlan
 from tetrad.core.request import Finish, Request, RequestOutput
 from tetrad.core.step import PAGE_TOKENS
+from tetrad.engine.engine import Engine
 from tetrad.engine.prefix import names_of
 from tetrad.engine.scheduler import Scheduler
 
@@ -343,18 +344,18 @@ def test_the_sampler_is_told_what_it_needs_and_no_more():
     ],
 )
 def test_what_can_never_be_served_is_refused(request_: Request, param: str, sentence: str):
-    scheduler = make_scheduler()
+    engine = Engine(make_scheduler(), FakeRunner(64))
     with pytest.raises(RequestError, match=sentence) as caught:
-        scheduler.add(request_)
+        engine.add(request_)
     assert caught.value.param == param
-    assert not scheduler.has_work
+    assert not engine.has_work
 
 
 def test_what_the_whole_cache_cannot_hold_is_refused_with_both_numbers():
-    scheduler = make_scheduler(make_limits(4))
+    engine = Engine(make_scheduler(make_limits(4)), FakeRunner(4))
     with pytest.raises(RequestError, match=r"250 tokens and .* 257 together, but the whole cache"):
-        scheduler.add(make_request("a", 250, new=7))
-    scheduler.add(make_request("b", 250, new=6))
+        engine.add(make_request("a", 250, new=7))
+    engine.add(make_request("b", 250, new=6))
 
 
 def test_a_live_rid_is_refused():

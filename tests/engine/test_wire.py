@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.engine.fakes import make_limits
 from tetrad.core import messages as m
 from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams, TokenLogprob, packed
 from tetrad.engine.wire import decode, encode
@@ -20,7 +21,7 @@ EXAMPLES: list[m.Message] = [
     m.WorkerJoined(3),
     m.WorkerLeft(3),
     m.Shutdown(),
-    m.EngineReady({"total_pages": 4, "backends": [{"op": "topk", "refusals": {}}]}),
+    m.EngineReady({"total_pages": 4, "backends": [{"op": "topk", "refusals": {}}]}, make_limits()),
     m.EngineProgress("weights", "1 GB"),
     m.RequestRefused("a", "too long", 400, "prompt"),
     m.StepOutputs([OUTPUT], m.EngineStats(running_requests=1), b"\1\0\0\0", b"\5\0\0\0"),

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tetrad.core.errors import EngineDiedError, TetradError
+from tetrad.core.limits import Limits
 from tetrad.core.messages import EngineStats, LogSettings, Reply
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
-from tetrad.engine.admission import Limits, check_request
+from tetrad.engine.admission import check_request
 from tetrad.engine.sinks import Sink
 
 VOCAB = 512

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from tetrad.core.limits import Limits
 from tetrad.core.request import Request, RequestOutput
 
 FIRST_WORKER = 0
@@ -89,9 +90,11 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 class EngineReady(Message, frozen=True):
     """Engine → API, once to each worker: the model is loaded. `info` is what /server_info shows of
-    the engine: resolved limits, memory, chosen backends with reasons and refusals."""
+    the engine: resolved limits, memory, chosen backends with reasons and refusals. What does not
+    keep within `limits` is not sent to the engine."""
 
     info: dict[str, Any]
+    limits: Limits
 
 
 class EngineProgress(Message, frozen=True):

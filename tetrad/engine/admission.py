@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from tetrad.core.errors import RequestError
+from tetrad.core.limits import Limits
 from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar, Request, SamplingParams
-from tetrad.core.step import PAGE_TOKENS
 
 MAX_LOGPROBS = 100
 MAX_LOGIT_BIAS = 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Logits are divided and multiplied by it: far outside they would overflow float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine can serve; resolved once at start."""
-
-    num_pages: int
-    max_running_requests: int
-    step_tokens: int
-    """Token budget of one step."""
-    context_tokens: int
-    """Longest prompt plus output."""
-    vocab: int
-    eos_ids: tuple[int, ...] = ()
-
-    @property
-    def cache_tokens(self) -> int:
-        return self.num_pages * PAGE_TOKENS
 
 
 def check_request(request: Request, limits: Limits) -> None:

@@ -9,8 +9,8 @@ from typing import Literal
 from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
+from tetrad.core.limits import Limits
 from tetrad.core.step import PAGE_TOKENS
-from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
 
 DEFAULT_MAX_RUNNING = 256

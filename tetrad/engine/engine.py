@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError, RequestError, UserError
+from tetrad.core.limits import Limits
 from tetrad.core.messages import EngineStats
 from tetrad.core.plan import StepPlan, StepResult
 from tetrad.core.request import Finish, Request, RequestOutput
-from tetrad.engine.admission import Limits
+from tetrad.engine.admission import check_request
 from tetrad.engine.gains import Gains, StepGain
 from tetrad.engine.grammars import Grammars, Masks
 from tetrad.engine.ledger import ABORTED
@@ -133,9 +134,17 @@ class Engine:
         """Is there work, and may it be done?"""
         return not self.is_paused and self.has_work
 
-    def add(self, request: Request) -> None:
+    @property
+    def limits(self) -> Limits:
+        """What it can serve."""
+        return self.scheduler.limits
+
+    def add(self, request: Request, *, is_checked: bool = False) -> None:
         """Queue a request; one with a grammar waits for `admit_ready` first. Raises RequestError if
-        it can never be served, CapacityError if it cannot be now."""
+        it can never be served, CapacityError if it cannot be now. `is_checked`: an API process has
+        asked `check_request` already."""
+        if not is_checked:
+            check_request(request, self.limits)
         if self.grammars is not None and request.own_rid in self.grammars:
             raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
         if request.sampling.grammar is None:
@@ -143,7 +152,7 @@ class Engine:
             return
         if self.grammars is None:
             raise RequestError(NO_GRAMMARS, param="response_format")
-        self.scheduler.check(request)
+        self.scheduler.check_name(request)
         self.grammars.begin(request)
 
     def admit_ready(self) -> list[tuple[str, RequestError | CapacityError]]:

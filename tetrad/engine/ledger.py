@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
+from tetrad.core.limits import Limits
 from tetrad.core.plan import Ints, StepPlan, StepResult
 from tetrad.core.request import Finish, Request, RequestOutput, TokenLogprob
 from tetrad.core.step import IN_PAGE, PAGE_TOKENS, SequenceWork
-from tetrad.engine.admission import Limits, check_request, end_ids
+from tetrad.engine.admission import end_ids
 from tetrad.engine.blocks import PagePool, pages_for
 from tetrad.engine.forecast import Forecast, Outlook
 from tetrad.engine.gains import ALL, StepGain
@@ -95,15 +96,15 @@ class Ledger:
         """Pages that running sequences hold."""
         return self.limits.num_pages - self.cache.num_available
 
-    def check(self, request: Request) -> None:
-        """Raises RequestError if it can never be served, or its name is taken."""
+    def check_name(self, request: Request) -> None:
+        """Raises RequestError if it is taken."""
         if request.own_rid in self._own_rids:
             raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
-        check_request(request, self.limits)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served."""
-        self.check(request)
+        """Queue a request, which keeps within the limits. Raises RequestError if its name is
+        taken."""
+        self.check_name(request)
         sampling = request.sampling
         seed = self._draw_seed(self._num_arrivals) if sampling.seed is None else sampling.seed
         sequence = Sequence(request, seed, self._num_arrivals, end_ids(sampling, self.limits))

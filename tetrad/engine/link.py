@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from tetrad.core import errors
 from tetrad.core.errors import EngineDiedError, RequestError, TetradError
+from tetrad.core.limits import Limits
 from tetrad.core.messages import (
     AbortRequests,
     AddRequests,
@@ -35,6 +36,7 @@ from tetrad.core.messages import (
     StepOutputs,
 )
 from tetrad.core.request import Request, RequestOutput
+from tetrad.engine.admission import check_request
 from tetrad.engine.sinks import Outputs, Sink, Stream
 from tetrad.engine.turns import TURN_S, Turns
 from tetrad.engine.wire import INBOX, OUTBOX, address, decode, encode, encoded, plain_tokens
@@ -59,6 +61,7 @@ class EngineLink:
     def __init__(self, folder: str, worker: int, on_progress: Progress | None = None) -> None:
         self.info: dict[str, Any] = {}
         """What the engine resolved and chose; filled once it is ready."""
+        self._limits = Limits(0, 0, 0, 0, 0)
         self.stats = EngineStats()
         self.step_age_s = 0.0
         """How long the step of the last heartbeat had been running."""
@@ -118,8 +121,12 @@ class EngineLink:
 
         In the engine the request has a name of its own, never used again: what the engine still
         sends for one that was left must not reach a later one of the same rid. The engine refuses a
-        rid that runs already, whichever worker it came from.
+        rid that runs already, whichever worker it came from; what can never be served is not sent.
         """
+        try:
+            check_request(request, self._limits)
+        except RequestError as error:
+            return asyncio.get_running_loop().call_soon(sink.fail, error).cancel
         self._num_requests += 1
         name = f"{self._worker}.{self._num_requests}.{request.rid}"
         number = self._num_requests % NUMBERS
@@ -314,8 +321,8 @@ class EngineLink:
                 self.on_log_settings(message)
             case EngineProgress() if self._on_progress:
                 self._on_progress(message)
-            case EngineReady(info):
-                self.info = info
+            case EngineReady(info, limits):
+                self.info, self._limits = info, limits
                 self._ready.set_result(None)
             case EngineDied():
                 self.fail(_error_of(message))

@@ -77,7 +77,7 @@ class EngineLoop:
         try:
             self._engine = load(config, self._outboxes.send_all)
             calm_collector()
-            self._outboxes.send_all(EngineReady(self._engine.info))
+            self._outboxes.send_all(EngineReady(self._engine.info, self._engine.limits))
             self._serve(self._engine)
         except UserError as error:
             return self._die(str(error), type(error).__name__, error.exit_code)
@@ -165,7 +165,7 @@ class EngineLoop:
         if request.worker not in self._workers:
             return  # it was under way when its worker died
         try:
-            engine.add(request)
+            engine.add(request, is_checked=True)
         except (RequestError, CapacityError) as error:
             self._refuse(request.rid, error, request.worker)
         else:
@@ -180,7 +180,7 @@ class EngineLoop:
         self._workers |= {worker}
         self._inbox.connect(address(self._folder, INBOX, worker))
         self._outboxes.follow(self._workers)
-        self._outboxes.send(worker, EngineReady(engine.info))
+        self._outboxes.send(worker, EngineReady(engine.info, engine.limits))
 
     def _part(self, engine: Engine, worker: int) -> None:
         self._workers -= {worker}

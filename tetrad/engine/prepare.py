@@ -14,11 +14,11 @@ from tetrad.core.architectures import Arch
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.keys import num_expanded
+from tetrad.core.limits import Limits
 from tetrad.core.llama_arch import LlamaArch
 from tetrad.core.plan import StepPlan
 from tetrad.core.request import SamplingParams
 from tetrad.core.step import SampleWork, SequenceWork
-from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.cuda_graph import CudaRecorder
 from tetrad.engine.graphs import GraphPlan, usual_sizes

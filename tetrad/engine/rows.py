@@ -140,7 +140,7 @@ class Rows:
 
     def add_tokens(self, rows: Ints, token_ids: Ints) -> Ints:
         """One that was pending is known now for each of `rows`; returns how many are."""
-        places = self.known.take(rows)
+        places: Ints = self.known.take(rows)
         self._recent[rows * PAGE_TOKENS + (places & IN_PAGE)] = token_ids.astype(np.int32)
         places += 1
         self.known[rows] = places

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from tetrad.core.limits import Limits
 from tetrad.core.plan import Ints
-from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.rows import Rows
 from tetrad.engine.sequence import Sequence

@@ -29,9 +29,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tetrad.core.limits import Limits
 from tetrad.core.plan import Ints, StepPlan
 from tetrad.core.step import PAGE_TOKENS
-from tetrad.engine.admission import Limits
 from tetrad.engine.blocks import pages_for
 from tetrad.engine.forecast import Outlook
 from tetrad.engine.ledger import Ledger
