@@ -26,7 +26,7 @@ from tetrad.server.handover import HandOver
 from tetrad.server.model import ServedModel
 from tetrad.server.requests import BEGAN_AT
 from tetrad.server.service import Service
-from tetrad.server.tally import IS_SERVING
+from tetrad.server.shared.tally import IS_SERVING
 from tetrad.server.weight import HELD, LARGE_BYTES
 from tetrad.server.worker import Worker
 

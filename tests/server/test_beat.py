@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.server.conftest import MakeService, until
-from tetrad.server.beat import BEAT_S, MOST_LOST_STARTS, Watch, beat, why_unwell
-from tetrad.server.tally import BEAT_AT, IS_SERVING, Tally
+from tetrad.server.shared.beat import BEAT_S, MOST_LOST_STARTS, Watch, beat, why_unwell
+from tetrad.server.shared.tally import BEAT_AT, IS_SERVING, Tally
 
 
 def tallies(num: int) -> list[Tally]:
@@ -57,7 +57,7 @@ def test_a_watcher_that_was_suspended_blames_nobody(monkeypatch: pytest.MonkeyPa
     watch = Watch(first, 20.0)
     assert watch.look([1]) == []
     monkeypatch.setattr(
-        "tetrad.server.beat.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+        "tetrad.server.shared.beat.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
     )
     assert watch.look([1]) == []
 

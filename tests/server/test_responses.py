@@ -15,10 +15,11 @@ from tests.server.sse import named_events
 from tests.server.test_aborts import aborted
 from tests.server.test_about import connect
 from tetrad.core.request import Finish
-from tetrad.server import responses, shelf
+from tetrad.server import responses
 from tetrad.server.app import build_app
 from tetrad.server.encoding import json_bytes
 from tetrad.server.service import Service
+from tetrad.server.shared import shelf
 from tetrad.server.text import Tokenizer
 
 ROUTE = "/v1/responses"

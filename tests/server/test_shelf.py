@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.house.source import ROOT
 from tetrad.core.errors import CapacityError
-from tetrad.server import shelf as shelf_module
-from tetrad.server.shelf import Shelf
+from tetrad.server.shared import shelf as shelf_module
+from tetrad.server.shared.shelf import Shelf
 
 NAMES = [f"{number:032x}" for number in range(1, 9)]
 
@@ -114,7 +114,7 @@ def test_a_mark_says_that_it_is_not_wanted():
 OTHER = """
 import sys
 from tetrad.core.errors import CapacityError
-from tetrad.server.shelf import Shelf
+from tetrad.server.shared.shelf import Shelf
 shelf = Shelf(4, 1000, file=int(sys.argv[1]))
 assert shelf.get(sys.argv[2]) == b"ours"
 shelf.put(sys.argv[3], b"theirs")
@@ -144,7 +144,7 @@ time.sleep(60)
 
 
 def test_a_process_that_hangs_with_the_lock_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tetrad.server.shelf.PATIENCE_S", 0.1)
+    monkeypatch.setattr("tetrad.server.shared.shelf.PATIENCE_S", 0.1)
     shelf = Shelf.shared(4, 1000)
     command = [sys.executable, "-c", HANG, str(shelf.file)]
     with subprocess.Popen(command, pass_fds=(shelf.file,), stdout=subprocess.PIPE) as holder:

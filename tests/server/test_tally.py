@@ -18,7 +18,7 @@ from tetrad.server.app import build_app
 from tetrad.server.metrics import RequestWatch
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
-from tetrad.server.tally import FIRST_COUNTER, OPEN, Tally
+from tetrad.server.shared.tally import FIRST_COUNTER, OPEN, Tally
 
 CHAT = "/v1/chat/completions"
 
@@ -95,7 +95,7 @@ def test_the_queue_s_limit_is_of_the_whole_server(services: list[Service], engin
 
 HOLD = """
 import sys, time
-from tetrad.server.tally import OPEN, Tally
+from tetrad.server.shared.tally import OPEN, Tally
 tally = Tally(2, 1, int(sys.argv[1]))
 with tally.exclusive():
     tally.put(OPEN, 1.0)
@@ -117,7 +117,7 @@ def holding(tally: Tally) -> subprocess.Popen[bytes]:
 
 def test_a_process_that_hangs_with_the_lock_holds_nobody(monkeypatch: pytest.MonkeyPatch):
     """For two seconds of its sixty, here, and not for ever."""
-    monkeypatch.setattr("tetrad.server.tally.PATIENCE_S", 2.0)
+    monkeypatch.setattr("tetrad.server.shared.tally.PATIENCE_S", 2.0)
     tally = Tally.shared(2)
     holder = holding(tally)
     begun = time.monotonic()
@@ -130,7 +130,7 @@ def test_a_process_that_hangs_with_the_lock_holds_nobody(monkeypatch: pytest.Mon
 
 
 def test_a_lock_of_a_process_that_dies_is_free(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tetrad.server.tally.PATIENCE_S", 60.0)
+    monkeypatch.setattr("tetrad.server.shared.tally.PATIENCE_S", 60.0)
     tally = Tally.shared(2)
     holder = holding(tally)
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {holder.pid}"])

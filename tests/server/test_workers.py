@@ -16,7 +16,7 @@ from tetrad.engine.share import usable_processors
 from tetrad.server.model import ServedModel
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line, orders
 from tetrad.server.service import Service
-from tetrad.server.tally import Tally
+from tetrad.server.shared.tally import Tally
 from tetrad.server.workers import ApiWorkers, automatic
 
 

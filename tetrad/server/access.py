@@ -26,7 +26,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.arrival import arrival
 from tetrad.server.failures import error_response, path_of
-from tetrad.server.tally import MOST_KEYS
+from tetrad.server.shared.tally import MOST_KEYS
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """Served without a key, for those who watch over the process."""

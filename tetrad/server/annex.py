@@ -25,11 +25,11 @@ from starlette.types import Message, Scope
 
 from tetrad.engine.client import private_folder
 from tetrad.server.app import build_app
-from tetrad.server.beat import beat
 from tetrad.server.frames import Ask, Head, Line, Piece, Ready, Start
 from tetrad.server.http import LAST_BYTES_S
 from tetrad.server.requests import BEGAN_AT
 from tetrad.server.service import Service
+from tetrad.server.shared.beat import beat
 
 BACKLOG = 2048
 PIECE_BYTES = 1 << 16

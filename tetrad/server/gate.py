@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError
 from tetrad.server.engine_port import EnginePort
-from tetrad.server.tally import FIRST_OF_KEYS, OPEN, UNANSWERED, UNANSWERED_TOKENS, Tally
+from tetrad.server.shared.tally import FIRST_OF_KEYS, OPEN, UNANSWERED, UNANSWERED_TOKENS, Tally
 
 
 class Gate:

@@ -15,11 +15,11 @@ import uvicorn
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.app import build_app
-from tetrad.server.beat import beat
 from tetrad.server.connections import Connection
 from tetrad.server.entrance import EXITS_A_TURN, REQUESTS_A_TURN, Entrance, Turnstile
 from tetrad.server.handover import HandOver
 from tetrad.server.service import Service
+from tetrad.server.shared.beat import beat
 
 KEEP_ALIVE_S = 65
 """Longer than clients and proxies usually keep an idle connection, so that they close it first."""

@@ -20,7 +20,7 @@ from tetrad.core.request import RequestOutput
 from tetrad.server.arrival import arrival
 from tetrad.server.histograms import SECONDS, TOKEN_SECONDS, TOKENS, Histogram
 from tetrad.server.metric_names import HISTOGRAMS, Labels, families
-from tetrad.server.tally import (
+from tetrad.server.shared.tally import (
     FIRST_COUNTER,
     NUM_COLUMNS,
     OPEN,

@@ -23,7 +23,7 @@ from tetrad.server.encoding import json_bytes
 from tetrad.server.response_answer import ROUTE, ResponseAnswer
 from tetrad.server.responses_protocol import ChatMessages, ResponsesBody, answer_message, chat_of
 from tetrad.server.service import Service
-from tetrad.server.shelf import Shelf
+from tetrad.server.shared.shelf import Shelf
 
 ID_ROUTE = ROUTE + "/{response_id}"
 CANCEL_ROUTE = ID_ROUTE + "/cancel"

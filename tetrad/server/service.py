@@ -13,14 +13,14 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError, EngineDiedError, TetradError
 from tetrad.server.access import Keys
 from tetrad.server.arrival import arrival
-from tetrad.server.beat import SILENCE_LIMIT_S, why_unwell
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.gate import Admission, Gate
 from tetrad.server.metrics import Metrics
 from tetrad.server.model import ServedModel
 from tetrad.server.reporter import Reporter
-from tetrad.server.shelf import Shelf
-from tetrad.server.tally import OPEN, UNANSWERED, Tally
+from tetrad.server.shared.beat import SILENCE_LIMIT_S, why_unwell
+from tetrad.server.shared.shelf import Shelf
+from tetrad.server.shared.tally import OPEN, UNANSWERED, Tally
 
 Phase = Literal["starting", "ready", "draining", "dead"]
 

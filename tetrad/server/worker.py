@@ -28,15 +28,15 @@ from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S, show_stacks_when_asked
 from tetrad.engine.link import EngineLink
 from tetrad.server.annex import AnnexServer
-from tetrad.server.beat import BEAT_S, Watch, stopped_s
 from tetrad.server.console import Console
 from tetrad.server.http import HttpServer
 from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, orders
 from tetrad.server.service import Service
-from tetrad.server.shelf import Shelf
-from tetrad.server.tally import IS_SERVING, Tally
+from tetrad.server.shared.beat import BEAT_S, Watch, stopped_s
+from tetrad.server.shared.shelf import Shelf
+from tetrad.server.shared.tally import IS_SERVING, Tally
 
 LAST_ORDER_WAIT_S = 10.0
 """A process that cannot hear the engine is soon told to end; if not, only it is at fault."""

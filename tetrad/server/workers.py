@@ -23,11 +23,11 @@ from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.messages import FIRST_WORKER
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S
 from tetrad.engine.child import environment
-from tetrad.server.beat import BEAT_S, MOST_LOST_STARTS, Watch, stopped_s
 from tetrad.server.engine_port import StartedEngine
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line
 from tetrad.server.service import Service
-from tetrad.server.tally import IS_SERVING
+from tetrad.server.shared.beat import BEAT_S, MOST_LOST_STARTS, Watch, stopped_s
+from tetrad.server.shared.tally import IS_SERVING
 
 _log = logging.getLogger(__name__)
 

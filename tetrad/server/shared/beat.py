@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 
 from tetrad.core.config import ServeConfig
-from tetrad.server.tally import BEAT_AT, IS_SERVING, LOST_STARTS, Tally
+from tetrad.server.shared.tally import BEAT_AT, IS_SERVING, LOST_STARTS, Tally
 
 BEAT_S = 0.5
 SILENCE_LIMIT_S = 10.0

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Self
 
 from tetrad.core.errors import CapacityError, UnsupportedError
-from tetrad.server.tally import lock_within
+from tetrad.server.shared.tally import lock_within
 
 MAX_BYTES = 64 << 20
 """Of all values together."""

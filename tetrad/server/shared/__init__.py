@@ -1,0 +1,1 @@
+"""What the API processes of a server share."""
