@@ -16,7 +16,7 @@ from tetrad.data import embedded_model
 from tetrad.kernels.select import resolve_ops
 from tetrad.models.base import Model
 from tetrad.models.loader import load_model
-from tetrad.server.chat_template import ChatTemplate
+from tetrad.server.text.chat_template import ChatTemplate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOUND = 0.04

@@ -17,7 +17,7 @@ from tetrad.server.app import build_app
 from tetrad.server.http import HttpServer
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 
 from tests.server.fake_engine import FakeEngine, saying
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 REASON_TEXT_CALL = (
     "use it</think>Well.<tool_call>calculator"

@@ -20,7 +20,7 @@ from tetrad.server.app import ANSWERS, FAMILIES, ROUTES, openapi_document
 from tetrad.server.foreign import Refused
 from tetrad.server.native_protocol import NativeSampling
 from tetrad.server.service import Service
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -23,7 +23,7 @@ from tetrad.server.model import ServedModel
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
 from tetrad.server.responses_protocol import ResponsesBody
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

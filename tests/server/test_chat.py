@@ -13,9 +13,9 @@ from tests.server.fake_engine import EOS, FakeEngine, Step, saying
 from tests.server.sse import events
 from tests.server.test_about import connect
 from tetrad.core.request import Finish
-from tetrad.server.chat_template import ChatTemplate
 from tetrad.server.service import Service
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.chat_template import ChatTemplate
+from tetrad.server.text.tokenizer import Tokenizer
 
 ROUTE = "/v1/chat/completions"
 TOOLS = [

@@ -11,7 +11,7 @@ import pytest
 
 from tetrad.core.errors import ConfigError, RequestError
 from tetrad.data import embedded_model
-from tetrad.server.chat_template import ChatTemplate
+from tetrad.server.text.chat_template import ChatTemplate
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "You add <b>numbers</b>."},

@@ -14,7 +14,7 @@ from tests.server.sse import events
 from tetrad.core.request import Finish, Request, TokenLogprob, packed
 from tetrad.engine.prefix import names_of
 from tetrad.server.app import build_app
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 ROUTE = "/v1/completions"
 

@@ -12,8 +12,8 @@ from tests.llama import tiny_gguf, vocabulary
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError, ConfigError
 from tetrad.core.gguf import GgufFile
-from tetrad.server.gguf_text import template_of, tokenizer_of
 from tetrad.server.model import ServedModel
+from tetrad.server.text.gguf import template_of, tokenizer_of
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.server.sse import named_events
 from tetrad.core.request import Finish
 from tetrad.server.app import build_app
 from tetrad.server.service import Service
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 ROUTE = "/v1/messages"
 TOOLS: Any = [

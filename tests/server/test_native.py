@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.fake_engine import EOS, FakeEngine, saying
 from tests.server.sse import events
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 
 async def post(client: httpx.AsyncClient, **fields: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine, saying
 from tests.server.sdk import exhaust, openai_sdk, script
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "What is 3+5?"}]
 TOOLS: Any = [

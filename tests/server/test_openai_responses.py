@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.sdk import REASON_TEXT_CALL, openai_sdk, script
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 TOOLS: Any = [
     {

@@ -27,12 +27,12 @@ from tetrad.server.answers import PART_BYTES, LaterJson
 from tetrad.server.arrival import Arrival, arrival, begin
 from tetrad.server.connections import Body
 from tetrad.server.encoding import GrowingList, grown_event, json_bytes, json_pieces
-from tetrad.server.logprobs import native_logprobs
 from tetrad.server.model import MANY_TEXTS
 from tetrad.server.pace import FREE_PASSES, SHARE_S, Pace, in_turn
 from tetrad.server.push import MOST_BYTES, ChoiceReader, Inbox, ShortWay
 from tetrad.server.session import Delta, Session
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.logprobs import native_logprobs
+from tetrad.server.text.tokenizer import Tokenizer
 
 LONG_S = SHARE_S * 1.2
 NUM_STREAMS = 8

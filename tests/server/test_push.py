@@ -19,7 +19,7 @@ from tests.server.test_chat import ANSWER, CALL, TOOLS
 from tetrad.core.request import Finish, Request
 from tetrad.server.connections import Body
 from tetrad.server.service import Service
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "What is 3+5?"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

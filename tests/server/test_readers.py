@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.server.fake_engine import FakeEngine, saying
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 CALL = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
 ANSWER = f"use it</think>Well, é 🙂.\r\n\n{CALL}"

@@ -20,7 +20,7 @@ from tetrad.server.app import build_app
 from tetrad.server.encoding import json_bytes
 from tetrad.server.service import Service
 from tetrad.server.shared import shelf
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 ROUTE = "/v1/responses"
 TOOLS: Any = [

@@ -9,7 +9,7 @@ import pytest
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.server.reasoning import REASONING_FORMATS, ReasoningParser
 from tetrad.server.session import Delta, GenerationError, Session
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 from tetrad.server.tools_glm import GlmParser
 
 EOS = 498

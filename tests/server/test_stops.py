@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tetrad.server.stops import StopMatcher
+from tetrad.server.text.stops import StopMatcher
 
 
 def run(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:

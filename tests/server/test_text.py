@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tetrad.core.errors import CheckpointError
 from tetrad.data import embedded_model
-from tetrad.server import text as text_module
-from tetrad.server.text import Detokenizer, Tokenizer
+from tetrad.server.text import tokenizer as tokenizer_module
+from tetrad.server.text.tokenizer import Detokenizer, Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(embedded_model())
 HUGGING_FACE = tokenizers.Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
@@ -106,7 +106,7 @@ def test_a_lent_tokenizer_reads_each_token_of_its_own_once(monkeypatch: pytest.M
     """Ids of a larger vocabulary stand for its tokens over and over."""
     lent = Tokenizer.from_folder(embedded_model(), is_lent=True)
     own = [lent.token_bytes(token_id) for token_id in range(lent.vocab_size)]
-    monkeypatch.setattr(text_module, "bytes_of", None)
+    monkeypatch.setattr(tokenizer_module, "bytes_of", None)
     assert [lent.token_bytes(lent.vocab_size * 3 + i) for i in range(lent.vocab_size)] == own
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tetrad.server.service import Service
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 
 async def post(client: httpx.AsyncClient, route: str, **fields: Any) -> Any:

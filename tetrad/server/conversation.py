@@ -11,7 +11,6 @@ from typing import Any
 from tetrad.core.errors import RequestError
 from tetrad.server.arrival import arrival
 from tetrad.server.bodies import MAX_SHOWN_CHARACTERS
-from tetrad.server.chat_template import End
 from tetrad.server.choices import Choice, make_choices, room_for_answer
 from tetrad.server.model import ServedModel
 from tetrad.server.pace import beside
@@ -20,6 +19,7 @@ from tetrad.server.reasoning import ReasoningParser
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import Session
+from tetrad.server.text.chat_template import End
 from tetrad.server.tool_grammar import chat_grammar
 
 SHORT_CONVERSATION = 32

@@ -18,11 +18,11 @@ from tetrad.core.presets import served_shapes
 from tetrad.core.quantization import check_scheme
 from tetrad.data import model_folder, text_folder
 from tetrad.server import reasoning, tools
-from tetrad.server.chat_template import ChatTemplate, End
-from tetrad.server.gguf_text import template_of, tokenizer_of
 from tetrad.server.reasoning import REASONING_FORMATS, ReasoningFormat
 from tetrad.server.sampling import SamplingDefaults
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.chat_template import ChatTemplate, End
+from tetrad.server.text.gguf import template_of, tokenizer_of
+from tetrad.server.text.tokenizer import Tokenizer
 from tetrad.server.tool_events import ToolParser
 from tetrad.server.tools import TOOL_FORMATS
 

@@ -19,9 +19,9 @@ from pydantic import (
 from tetrad.server.arrival import LONGEST_TIMEOUT_S
 from tetrad.server.bodies import Accepted, Body, OpenBody
 from tetrad.server.chat_messages import Message, ReasoningSwitch, ThinkingSwitch
-from tetrad.server.chat_template import RESERVED
 from tetrad.server.constraints import ConstraintFields, OpenAIConstraintFields
 from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
+from tetrad.server.text.chat_template import RESERVED
 
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 512

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tetrad.core.request import TokenLogprob
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot hold (OpenAI's convention)."""

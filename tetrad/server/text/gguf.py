@@ -7,8 +7,8 @@ import jinja2
 from tetrad.core.errors import ConfigError
 from tetrad.core.gguf import GgufFile
 from tetrad.data.gguf_tokenizer import encoder_of, special_tokens
-from tetrad.server.chat_template import ChatTemplate
-from tetrad.server.text import Tokenizer
+from tetrad.server.text.chat_template import ChatTemplate
+from tetrad.server.text.tokenizer import Tokenizer
 
 
 def tokenizer_of(file: GgufFile) -> Tokenizer:

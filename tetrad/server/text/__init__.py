@@ -1,0 +1,1 @@
+"""Text and tokens: the tokenizer, the chat template, stop strings, log-probabilities."""
