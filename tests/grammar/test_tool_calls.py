@@ -18,9 +18,9 @@ from tetrad.grammar.compiler import Compiled, Compiler
 from tetrad.grammar.layout import ALLOWED
 from tetrad.grammar.masks import MaskMaker
 from tetrad.server.model import ServedModel
+from tetrad.server.parsers.tools.formats import TOOL_FORMATS
 from tetrad.server.protocol import ChatBody
 from tetrad.server.tool_grammar import chat_grammar
-from tetrad.server.tools import TOOL_FORMATS
 
 CALC = {
     "name": "calc",

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tetrad.server.reasoning import REASONING_FORMATS, ReasoningParser, Start, guessed_format
+from tetrad.server.parsers.reasoning import (
+    REASONING_FORMATS,
+    ReasoningParser,
+    Start,
+    guessed_format,
+)
 
 INSIDE = [
     ("3 plus 5 is 8</think>3 + 5 = 8", "3 plus 5 is 8", "3 + 5 = 8"),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
-from tetrad.server.reasoning import REASONING_FORMATS, ReasoningParser
+from tetrad.server.parsers.reasoning import REASONING_FORMATS, ReasoningParser
+from tetrad.server.parsers.tools.glm import GlmParser
 from tetrad.server.session import Delta, GenerationError, Session
 from tetrad.server.text.tokenizer import Tokenizer
-from tetrad.server.tools_glm import GlmParser
 
 EOS = 498
 CALL = "<tool_call>now</tool_call>"

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tetrad.server.tool_events import ToolDelta, ToolParser
-from tetrad.server.tool_schema import argument_kinds
-from tetrad.server.tools import TOOL_FORMATS, guessed_format
-from tetrad.server.tools_dsml import DsmlParser
-from tetrad.server.tools_glm import GlmParser
-from tetrad.server.tools_json import JsonParser
+from tetrad.server.parsers.tools.dsml import DsmlParser
+from tetrad.server.parsers.tools.events import ToolDelta, ToolParser
+from tetrad.server.parsers.tools.formats import TOOL_FORMATS, guessed_format
+from tetrad.server.parsers.tools.glm import GlmParser
+from tetrad.server.parsers.tools.json import JsonParser
+from tetrad.server.parsers.tools.schema import argument_kinds
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tetrad.server.parsers.tools.events import ToolDelta
 from tetrad.server.session import Delta
-from tetrad.server.tool_events import ToolDelta
 
 Kind = Literal["reasoning", "text", "tool"]
 

@@ -16,12 +16,12 @@ from tetrad.server.choices import Choice, generate, new_id
 from tetrad.server.conversation import chat_choices
 from tetrad.server.encoding import GrowingList, TextEvent, event
 from tetrad.server.openai_answer import OpenAIAnswer
+from tetrad.server.parsers.tools.events import ToolDelta
 from tetrad.server.protocol import ChatBody
 from tetrad.server.push import Renderer
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
 from tetrad.server.text.logprobs import TokenEntry, chat_logprobs
-from tetrad.server.tool_events import ToolDelta
 
 ROUTE = "/v1/chat/completions"
 

@@ -14,8 +14,8 @@ from tetrad.server.bodies import MAX_SHOWN_CHARACTERS
 from tetrad.server.choices import Choice, make_choices, room_for_answer
 from tetrad.server.model import ServedModel
 from tetrad.server.pace import beside
+from tetrad.server.parsers.reasoning import ReasoningParser
 from tetrad.server.protocol import ChatBody
-from tetrad.server.reasoning import ReasoningParser
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import Session

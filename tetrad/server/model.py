@@ -17,14 +17,15 @@ from tetrad.core.jsonfile import read_json_object
 from tetrad.core.presets import served_shapes
 from tetrad.core.quantization import check_scheme
 from tetrad.data import model_folder, text_folder
-from tetrad.server import reasoning, tools
-from tetrad.server.reasoning import REASONING_FORMATS, ReasoningFormat
+from tetrad.server.parsers import reasoning
+from tetrad.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from tetrad.server.parsers.tools import formats as tools
+from tetrad.server.parsers.tools.events import ToolParser
+from tetrad.server.parsers.tools.formats import TOOL_FORMATS
 from tetrad.server.sampling import SamplingDefaults
 from tetrad.server.text.chat_template import ChatTemplate, End
 from tetrad.server.text.gguf import template_of, tokenizer_of
 from tetrad.server.text.tokenizer import Tokenizer
-from tetrad.server.tool_events import ToolParser
-from tetrad.server.tools import TOOL_FORMATS
 
 LONG_TEXT_CHARACTERS = 4_000
 """Longer texts are tokenised in a thread, so that other requests do not wait."""

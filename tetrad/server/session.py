@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from tetrad.core.errors import TetradError
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
-from tetrad.server.reasoning import Piece, ReasoningParser
+from tetrad.server.parsers.reasoning import Piece, ReasoningParser
+from tetrad.server.parsers.tools.events import Event, ToolDelta, ToolParser
 from tetrad.server.text.logprobs import TokenEntry
 from tetrad.server.text.stops import StopMatcher
 from tetrad.server.text.tokenizer import Detokenizer, Tokenizer
-from tetrad.server.tool_events import Event, ToolDelta, ToolParser
 
 WHY_ABORTED = "The server's operator ended this request."
 

@@ -19,15 +19,17 @@ from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Grammar
-from tetrad.server import reasoning, tools_dsml, tools_json
 from tetrad.server.constraints import grammar_of
 from tetrad.server.model import ServedModel
+from tetrad.server.parsers import reasoning
+from tetrad.server.parsers.reasoning import Start
+from tetrad.server.parsers.tools import dsml
+from tetrad.server.parsers.tools import json as tools_json
+from tetrad.server.parsers.tools.dsml import DsmlParser
+from tetrad.server.parsers.tools.events import ToolParser
+from tetrad.server.parsers.tools.formats import TOOL_FORMATS
+from tetrad.server.parsers.tools.glm import GlmParser
 from tetrad.server.protocol import ChatBody
-from tetrad.server.reasoning import Start
-from tetrad.server.tool_events import ToolParser
-from tetrad.server.tools import TOOL_FORMATS
-from tetrad.server.tools_dsml import DsmlParser
-from tetrad.server.tools_glm import GlmParser
 
 Format = dict[str, Any]
 
@@ -127,9 +129,9 @@ def _block(calls: Format) -> Format:
     """DeepSeek's calls stand in one block."""
     return {
         "type": "tag",
-        "begin": f"{tools_dsml.OPEN}\n",
+        "begin": f"{dsml.OPEN}\n",
         "content": calls,
-        "end": tools_dsml.CLOSE,
+        "end": dsml.CLOSE,
     }
 
 
@@ -143,8 +145,8 @@ def _call(form: type[ToolParser], function: dict[str, Any]) -> Format:
     if form is GlmParser:
         begin, style, end = f"{form.open}{name}", "glm_xml", "</tool_call>"
     elif form is DsmlParser:
-        begin = f'{tools_dsml.INVOKE} name="{name}">\n'
-        style, end = "deepseek_xml", f"{tools_dsml.INVOKE_CLOSE}\n"
+        begin = f'{dsml.INVOKE} name="{name}">\n'
+        style, end = "deepseek_xml", f"{dsml.INVOKE_CLOSE}\n"
     else:
         begin = f'{form.open}\n{{"name": "{name}", "arguments": '
         style, end = "json", f"}}\n{tools_json.CLOSE}"

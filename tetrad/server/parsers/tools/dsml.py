@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import re
 
-from tetrad.server.tool_arguments import ArgumentsParser
-from tetrad.server.tool_events import Event
+from tetrad.server.parsers.tools.arguments import ArgumentsParser
+from tetrad.server.parsers.tools.events import Event
 
 _D = "\uff5cDSML\uff5c"
 OPEN, CLOSE = f"<{_D}function_calls>", f"</{_D}function_calls>"

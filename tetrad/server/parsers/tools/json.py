@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from tetrad.server.tool_events import Event, ToolParser, new_call_id
-from tetrad.server.tool_schema import quoted
+from tetrad.server.parsers.tools.events import Event, ToolParser, new_call_id
+from tetrad.server.parsers.tools.schema import quoted
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tetrad.server.markers import held_suffix
-from tetrad.server.tool_schema import argument_choices, argument_kinds, as_json, quoted
+from tetrad.server.parsers.markers import held_suffix
+from tetrad.server.parsers.tools.schema import argument_choices, argument_kinds, as_json, quoted
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from tetrad.server.markers import first_marker, held_suffix
-from tetrad.server.tool_events import Event, ToolParser, new_call_id
-from tetrad.server.tool_schema import quoted
+from tetrad.server.parsers.markers import first_marker, held_suffix
+from tetrad.server.parsers.tools.events import Event, ToolParser, new_call_id
+from tetrad.server.parsers.tools.schema import quoted
 
 
 class ArgumentsParser(ToolParser):

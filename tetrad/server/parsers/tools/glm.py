@@ -8,9 +8,9 @@ the markers, later ones none; both are read.
 
 from __future__ import annotations
 
-from tetrad.server.markers import first_marker, held_suffix
-from tetrad.server.tool_arguments import ArgumentsParser
-from tetrad.server.tool_events import Event
+from tetrad.server.parsers.markers import first_marker, held_suffix
+from tetrad.server.parsers.tools.arguments import ArgumentsParser
+from tetrad.server.parsers.tools.events import Event
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY_OPEN, KEY_CLOSE = "<arg_key>", "</arg_key>"

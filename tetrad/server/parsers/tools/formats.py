@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tetrad.server.tool_events import ToolParser
-from tetrad.server.tools_dsml import DsmlParser
-from tetrad.server.tools_glm import KEY_OPEN, GlmParser
-from tetrad.server.tools_json import JsonParser
+from tetrad.server.parsers.tools.dsml import DsmlParser
+from tetrad.server.parsers.tools.events import ToolParser
+from tetrad.server.parsers.tools.glm import KEY_OPEN, GlmParser
+from tetrad.server.parsers.tools.json import JsonParser
 
 TOOL_FORMATS: dict[str, type[ToolParser]] = {
     "glm45": GlmParser,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tetrad.server.markers import first_marker, held_suffix
+from tetrad.server.parsers.markers import first_marker, held_suffix
 
 OPEN, CLOSE, TOOL_CALL = "<think>", "</think>", "<tool_call>"
 MARKERS = (OPEN, CLOSE)

@@ -1,0 +1,1 @@
+"""Reasoning and tool calls, told apart from the text of an answer."""

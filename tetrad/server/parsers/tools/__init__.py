@@ -1,0 +1,1 @@
+"""Tool calls, in each format that models write them in."""
