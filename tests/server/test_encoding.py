@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tetrad.server.encoding import TextEvent, event
+from tetrad.server.wire.encoding import TextEvent, event
 
 
 @pytest.mark.parametrize(

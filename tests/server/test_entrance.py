@@ -20,11 +20,12 @@ import pytest
 
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
-from tetrad.server import entrance, pace
+from tetrad.server import entrance
 from tetrad.server import http as server_http
 from tetrad.server.entrance import Entrance, Turnstile, is_probe
 from tetrad.server.http import HttpServer
 from tetrad.server.service import Service
+from tetrad.server.wire import pace
 
 MANY = 150
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

@@ -22,17 +22,18 @@ from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
 from tests.server.test_bad_input import json_values
 from tetrad.core.request import Request, RequestOutput
-from tetrad.server import native, pace
+from tetrad.server import native
 from tetrad.server.answers import PART_BYTES, LaterJson
 from tetrad.server.arrival import Arrival, arrival, begin
 from tetrad.server.connections import Body
-from tetrad.server.encoding import GrowingList, grown_event, json_bytes, json_pieces
 from tetrad.server.model import MANY_TEXTS
-from tetrad.server.pace import FREE_PASSES, SHARE_S, Pace, in_turn
 from tetrad.server.push import MOST_BYTES, ChoiceReader, Inbox, ShortWay
 from tetrad.server.session import Delta, Session
 from tetrad.server.text.logprobs import native_logprobs
 from tetrad.server.text.tokenizer import Tokenizer
+from tetrad.server.wire import pace
+from tetrad.server.wire.encoding import GrowingList, grown_event, json_bytes, json_pieces
+from tetrad.server.wire.pace import FREE_PASSES, SHARE_S, Pace, in_turn
 
 LONG_S = SHARE_S * 1.2
 NUM_STREAMS = 8

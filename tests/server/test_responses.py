@@ -17,10 +17,10 @@ from tests.server.test_about import connect
 from tetrad.core.request import Finish
 from tetrad.server import responses
 from tetrad.server.app import build_app
-from tetrad.server.encoding import json_bytes
 from tetrad.server.service import Service
 from tetrad.server.shared import shelf
 from tetrad.server.text.tokenizer import Tokenizer
+from tetrad.server.wire.encoding import json_bytes
 
 ROUTE = "/v1/responses"
 TOOLS: Any = [

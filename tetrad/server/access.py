@@ -25,8 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.arrival import arrival
-from tetrad.server.failures import error_response, path_of
 from tetrad.server.shared.tally import MOST_KEYS
+from tetrad.server.wire.failures import error_response, path_of
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """Served without a key, for those who watch over the process."""

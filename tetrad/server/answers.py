@@ -25,10 +25,10 @@ from starlette.types import Receive, Scope, Send
 
 from tetrad.core.errors import TetradError
 from tetrad.server.arrival import arrival
-from tetrad.server.encoding import DONE, event, json_pieces
-from tetrad.server.failures import body_of
-from tetrad.server.pace import in_turn
 from tetrad.server.push import BODY, Outlet
+from tetrad.server.wire.encoding import DONE, event, json_pieces
+from tetrad.server.wire.failures import body_of
+from tetrad.server.wire.pace import in_turn
 
 
 @dataclass(frozen=True)

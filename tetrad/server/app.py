@@ -40,13 +40,13 @@ from tetrad.server.absent import ABSENT
 from tetrad.server.access import KeyCheck
 from tetrad.server.arrival import arrival
 from tetrad.server.bodies import WARNING_HEADER, Body
-from tetrad.server.failures import error_response, path_of, response_of, route_of
 from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody
 from tetrad.server.requests import REQUEST_ID, RequestDoor
 from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.service import Service
+from tetrad.server.wire.failures import error_response, path_of, response_of, route_of
 
 EXPOSED_HEADERS = (REQUEST_ID, WARNING_HEADER, "Retry-After")
 """That scripts of other origins may read."""

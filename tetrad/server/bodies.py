@@ -24,8 +24,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from tetrad.core.errors import RequestError, nearest
 from tetrad.server.arrival import arrival
-from tetrad.server.pace import beside, in_turn
 from tetrad.server.weight import HELD, LIGHT_BYTES, check_weight
+from tetrad.server.wire.pace import beside, in_turn
 
 WARNING_HEADER = "X-Tetrad-Warning"
 MAX_WARNINGS = 4

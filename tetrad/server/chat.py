@@ -14,7 +14,6 @@ from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, new_id
 from tetrad.server.conversation import chat_choices
-from tetrad.server.encoding import GrowingList, TextEvent, event
 from tetrad.server.openai_answer import OpenAIAnswer
 from tetrad.server.parsers.tools.events import ToolDelta
 from tetrad.server.protocol import ChatBody
@@ -22,6 +21,7 @@ from tetrad.server.push import Renderer
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish, Delta
 from tetrad.server.text.logprobs import TokenEntry, chat_logprobs
+from tetrad.server.wire.encoding import GrowingList, TextEvent, event
 
 ROUTE = "/v1/chat/completions"
 

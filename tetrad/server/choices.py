@@ -18,7 +18,6 @@ from tetrad.engine.prefix import names_of
 from tetrad.server.arrival import arrival
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
-from tetrad.server.pace import in_turn, in_turn_later
 from tetrad.server.push import (
     ChoiceReader,
     Inbox,
@@ -31,6 +30,7 @@ from tetrad.server.push import (
 )
 from tetrad.server.service import Service
 from tetrad.server.session import Delta, GenerationError, Session
+from tetrad.server.wire.pace import in_turn, in_turn_later
 
 _log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from tetrad.server.encoding import json_bytes
 from tetrad.server.entrance import Turnstile, is_probe
-from tetrad.server.failures import error_body
 from tetrad.server.push import BODY
+from tetrad.server.wire.encoding import json_bytes
+from tetrad.server.wire.failures import error_body
 
 FIRST_BYTE_S = 65.0
 """A new connection may be idle for as long as one between two requests."""

@@ -13,7 +13,6 @@ from tetrad.server.arrival import arrival
 from tetrad.server.bodies import MAX_SHOWN_CHARACTERS
 from tetrad.server.choices import Choice, make_choices, room_for_answer
 from tetrad.server.model import ServedModel
-from tetrad.server.pace import beside
 from tetrad.server.parsers.reasoning import ReasoningParser
 from tetrad.server.protocol import ChatBody
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
@@ -21,6 +20,7 @@ from tetrad.server.service import Service
 from tetrad.server.session import Session
 from tetrad.server.text.chat_template import End
 from tetrad.server.tool_grammar import chat_grammar
+from tetrad.server.wire.pace import beside
 
 SHORT_CONVERSATION = 32
 SHORT_CHARACTERS = 16_384

@@ -18,13 +18,13 @@ from tetrad.server.blocks import Block, BlockEvent, BlockReader, block_id
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate
 from tetrad.server.conversation import chat_choices, chat_prompt, translated
-from tetrad.server.encoding import TextEvent, event
-from tetrad.server.failures import anthropic_body, http_status
 from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of
 from tetrad.server.protocol import ChatBody
 from tetrad.server.push import Outlet, ShortWay, together
 from tetrad.server.service import Service
 from tetrad.server.session import WHY_ABORTED, ChoiceFinish, Delta
+from tetrad.server.wire.encoding import TextEvent, event
+from tetrad.server.wire.failures import anthropic_body, http_status
 
 ROUTE = "/v1/messages"
 COUNT_ROUTE = "/v1/messages/count_tokens"

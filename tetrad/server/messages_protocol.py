@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tetrad.server.bodies import Accepted, Body, OpenBody, checked
-from tetrad.server.encoding import json_text
 from tetrad.server.foreign import Refused
 from tetrad.server.protocol import (
     ChatBody,
@@ -19,6 +18,7 @@ from tetrad.server.protocol import (
     Strings,
     sampling_of,
 )
+from tetrad.server.wire.encoding import json_text
 
 
 class ContentBlock(OpenBody):

@@ -17,14 +17,14 @@ from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies import read_body
 from tetrad.server.choices import Choice, generate, make_choices, new_id, pieces, room_for_answer
 from tetrad.server.constraints import grammar_of
-from tetrad.server.encoding import GrowingList, grow, grown_event
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
-from tetrad.server.pace import in_turn
 from tetrad.server.push import Outlet
 from tetrad.server.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.service import Service
 from tetrad.server.session import WHY_ABORTED, ChoiceFinish, Delta, Session
 from tetrad.server.text.logprobs import native_logprobs
+from tetrad.server.wire.encoding import GrowingList, grow, grown_event
+from tetrad.server.wire.pace import in_turn
 
 ROUTE = "/generate"
 DEFAULT_MAX_NEW_TOKENS = 128

@@ -9,12 +9,12 @@ from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 from tetrad.server.choices import Choice, pieces
-from tetrad.server.encoding import event
 from tetrad.server.protocol import OpenAIBody
 from tetrad.server.push import Outlet, Renderer
 from tetrad.server.service import Service
 from tetrad.server.session import ChoiceFinish
 from tetrad.server.usage import usage
+from tetrad.server.wire.encoding import event
 
 B = TypeVar("B", bound=OpenAIBody)
 

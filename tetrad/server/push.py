@@ -25,8 +25,8 @@ from tetrad.core.errors import TetradError
 from tetrad.core.request import RequestOutput
 from tetrad.server.gate import Admission
 from tetrad.server.metrics import RequestWatch
-from tetrad.server.pace import SHARE_S, in_turn
 from tetrad.server.session import Delta, Session
+from tetrad.server.wire.pace import SHARE_S, in_turn
 
 BODY = "tetrad.body"
 """Where in the state of its scope a request finds the outlet of its connection, if there is one."""

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tetrad.core.errors import RequestError
 from tetrad.server.arrival import Arrival, begin
-from tetrad.server.failures import response_of
 from tetrad.server.push import BODY
 from tetrad.server.service import Service
+from tetrad.server.wire.failures import response_of
 
 REQUEST_ID = "X-Request-Id"
 BEGAN_AT = "tetrad.began_at"

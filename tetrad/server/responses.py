@@ -19,11 +19,11 @@ from tetrad.server.arrival import arrival
 from tetrad.server.blocks import block_id
 from tetrad.server.bodies import read_body
 from tetrad.server.conversation import chat_choices, translated
-from tetrad.server.encoding import json_bytes
 from tetrad.server.response_answer import ROUTE, ResponseAnswer
 from tetrad.server.responses_protocol import ChatMessages, ResponsesBody, answer_message, chat_of
 from tetrad.server.service import Service
 from tetrad.server.shared.shelf import Shelf
+from tetrad.server.wire.encoding import json_bytes
 
 ID_ROUTE = ROUTE + "/{response_id}"
 CANCEL_ROUTE = ID_ROUTE + "/cancel"

@@ -15,10 +15,10 @@ from starlette.responses import Response
 from tetrad.core.errors import RequestError
 from tetrad.server.bodies import Body, read_body
 from tetrad.server.chat_messages import Message
-from tetrad.server.encoding import json_bytes
-from tetrad.server.pace import beside, in_turn
 from tetrad.server.protocol import Texts, TokenId
 from tetrad.server.service import Service
+from tetrad.server.wire.encoding import json_bytes
+from tetrad.server.wire.pace import beside, in_turn
 
 MAX_TOKENS = 1 << 18
 """Of one request to /detokenize: more than any context."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from tetrad.core.errors import CapacityError, RequestError
-from tetrad.server.pace import beside
+from tetrad.server.wire.pace import beside
 
 LIGHT_BYTES = 1 << 15
 """So short a text cannot hold too much."""

@@ -17,7 +17,7 @@ from tetrad.core.errors import (
     RequestError,
     TetradError,
 )
-from tetrad.server.encoding import json_bytes
+from tetrad.server.wire.encoding import json_bytes
 
 MAX_CHARACTERS = 2000
 
