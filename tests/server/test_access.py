@@ -14,8 +14,8 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.test_about import connect
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
-from tetrad.server.access import Keys
 from tetrad.server.app import ROUTES, build_app
+from tetrad.server.door.access import Keys
 from tetrad.server.service import Service
 
 ADMIN_PATHS = [route.path for route in ROUTES if route.is_admin]

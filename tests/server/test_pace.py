@@ -24,8 +24,8 @@ from tests.server.test_bad_input import json_values
 from tetrad.core.request import Request, RequestOutput
 from tetrad.server import native
 from tetrad.server.answers import PART_BYTES, LaterJson
-from tetrad.server.arrival import Arrival, arrival, begin
 from tetrad.server.connections import Body
+from tetrad.server.door.arrival import Arrival, arrival, begin
 from tetrad.server.model import MANY_TEXTS
 from tetrad.server.push import MOST_BYTES, ChoiceReader, Inbox, ShortWay
 from tetrad.server.session import Delta, Session

@@ -7,8 +7,8 @@ import re
 from tests.house.source import PACKAGE, ROOT, python_files
 from tetrad.core.config import ServeConfig
 from tetrad.core.option import secrets
-from tetrad.server.access import OPEN_PATHS
 from tetrad.server.app import ROUTES
+from tetrad.server.door.access import OPEN_PATHS
 
 TEXT = (ROOT / "docs" / "security.md").read_text()
 WHO = {"everybody", "users", "operator"}

@@ -37,9 +37,9 @@ from tetrad.server import (
     tokens,
 )
 from tetrad.server.absent import ABSENT
-from tetrad.server.access import KeyCheck
-from tetrad.server.arrival import arrival
 from tetrad.server.bodies import WARNING_HEADER, Body
+from tetrad.server.door.access import KeyCheck
+from tetrad.server.door.arrival import arrival
 from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.native_protocol import GenerateBody
 from tetrad.server.protocol import ChatBody, CompletionBody

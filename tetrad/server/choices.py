@@ -15,7 +15,7 @@ from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Finish, Request, RequestOutput, SamplingParams, packed
 from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.prefix import names_of
-from tetrad.server.arrival import arrival
+from tetrad.server.door.arrival import arrival
 from tetrad.server.engine_port import EnginePort
 from tetrad.server.metrics import RequestWatch
 from tetrad.server.push import (

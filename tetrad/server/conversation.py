@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tetrad.core.errors import RequestError
-from tetrad.server.arrival import arrival
 from tetrad.server.bodies import MAX_SHOWN_CHARACTERS
 from tetrad.server.choices import Choice, make_choices, room_for_answer
+from tetrad.server.door.arrival import arrival
 from tetrad.server.model import ServedModel
 from tetrad.server.parsers.reasoning import ReasoningParser
 from tetrad.server.protocol import ChatBody

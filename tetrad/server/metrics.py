@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from tetrad.core.errors import CapacityError, RequestError
 from tetrad.core.messages import EngineStats
 from tetrad.core.request import RequestOutput
-from tetrad.server.arrival import arrival
+from tetrad.server.door.arrival import arrival
 from tetrad.server.histograms import SECONDS, TOKEN_SECONDS, TOKENS, Histogram
 from tetrad.server.metric_names import HISTOGRAMS, Labels, families
 from tetrad.server.shared.tally import (

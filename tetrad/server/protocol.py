@@ -16,10 +16,10 @@ from pydantic import (
     field_validator,
 )
 
-from tetrad.server.arrival import LONGEST_TIMEOUT_S
 from tetrad.server.bodies import Accepted, Body, OpenBody
 from tetrad.server.chat_messages import Message, ReasoningSwitch, ThinkingSwitch
 from tetrad.server.constraints import ConstraintFields, OpenAIConstraintFields
+from tetrad.server.door.arrival import LONGEST_TIMEOUT_S
 from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
 from tetrad.server.text.chat_template import RESERVED
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from tetrad.core.errors import TetradError
 from tetrad.core.request import RequestOutput
-from tetrad.server.gate import Admission
+from tetrad.server.door.gate import Admission
 from tetrad.server.metrics import RequestWatch
 from tetrad.server.session import Delta, Session
 from tetrad.server.wire.pace import SHARE_S, in_turn

@@ -18,7 +18,7 @@ from starlette.types import Scope
 from tetrad.core.config import ServeConfig
 from tetrad.core.messages import LogSettings
 from tetrad.core.operation_options import AccessLog
-from tetrad.server.arrival import Arrival
+from tetrad.server.door.arrival import Arrival
 from tetrad.server.tracing import Tracing
 
 _access = logging.getLogger("tetrad.access")

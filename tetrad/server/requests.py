@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tetrad.core.errors import RequestError
-from tetrad.server.arrival import Arrival, begin
+from tetrad.server.door.arrival import Arrival, begin
 from tetrad.server.push import BODY
 from tetrad.server.service import Service
 from tetrad.server.wire.failures import response_of

@@ -11,10 +11,10 @@ from typing import Literal
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError, EngineDiedError, TetradError
-from tetrad.server.access import Keys
-from tetrad.server.arrival import arrival
+from tetrad.server.door.access import Keys
+from tetrad.server.door.arrival import arrival
+from tetrad.server.door.gate import Admission, Gate
 from tetrad.server.engine_port import EnginePort
-from tetrad.server.gate import Admission, Gate
 from tetrad.server.metrics import Metrics
 from tetrad.server.model import ServedModel
 from tetrad.server.reporter import Reporter

@@ -13,7 +13,7 @@ import tetrad
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.extras import install
-from tetrad.server.arrival import Arrival
+from tetrad.server.door.arrival import Arrival
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

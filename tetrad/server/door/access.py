@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, unreadable
-from tetrad.server.arrival import arrival
+from tetrad.server.door.arrival import arrival
 from tetrad.server.shared.tally import MOST_KEYS
 from tetrad.server.wire.failures import error_response, path_of
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import DeadlineError, RequestError
-from tetrad.server.gate import Admission
+from tetrad.server.door.gate import Admission
 
 LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 
