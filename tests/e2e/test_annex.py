@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.conftest import Served, serving
 from tests.e2e.scripted import NULL, Stream, begin
 from tests.e2e.test_api_workers import annex, family, is_over, metrics, status, until
-from tetrad.server.weight import LARGE_BYTES
+from tetrad.server.bodies.weight import LARGE_BYTES
 
 FILL = " " * LARGE_BYTES
 FLAGS = (*NULL, "--access-log", "json", "--max-running-requests", "32")

@@ -21,13 +21,13 @@ from tetrad.core.config import ServeConfig
 from tetrad.server import annex, handover
 from tetrad.server.annex import PIECE_BYTES, AnnexServer, listening
 from tetrad.server.app import build_app
+from tetrad.server.bodies.weight import HELD, LARGE_BYTES
 from tetrad.server.frames import Ask, Frame, Gone, Line, Piece, Ready, Start
 from tetrad.server.handover import HandOver
 from tetrad.server.model import ServedModel
 from tetrad.server.requests import BEGAN_AT
 from tetrad.server.service import Service
 from tetrad.server.shared.tally import IS_SERVING
-from tetrad.server.weight import HELD, LARGE_BYTES
 from tetrad.server.worker import Worker
 
 FILL = b" " * LARGE_BYTES

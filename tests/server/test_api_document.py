@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from tests.house.source import ROOT
 from tests.server.fake_engine import FakeEngine
 from tetrad.server.app import ROUTES
-from tetrad.server.bodies import WARNING_HEADER, Accepted, Body
-from tetrad.server.foreign import ForeignOpenAI
+from tetrad.server.bodies.foreign import ForeignOpenAI
+from tetrad.server.bodies.read import WARNING_HEADER, Accepted, Body
 from tetrad.server.messages_protocol import MessagesBody
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
 from tetrad.server.protocol import ChatBody, CompletionBody, OpenAIBody, SamplingFields

@@ -17,7 +17,7 @@ from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
 from tetrad.server import messages, responses
 from tetrad.server.app import build_app
-from tetrad.server.bodies import WARNING_HEADER, Body
+from tetrad.server.bodies.read import WARNING_HEADER, Body
 from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.model import ServedModel
 from tetrad.server.native_protocol import GenerateBody

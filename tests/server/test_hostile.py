@@ -20,10 +20,10 @@ from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
 from tetrad.server import connections
 from tetrad.server.app import build_app
+from tetrad.server.bodies.weight import HELD
 from tetrad.server.connections import MAX_HEAD_BYTES, Connection
 from tetrad.server.entrance import Turnstile
 from tetrad.server.service import Service
-from tetrad.server.weight import HELD
 
 GENERATE = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
 BODY = json.dumps({"text": "3", "sampling_params": {"max_new_tokens": 2}}).encode()

@@ -13,10 +13,10 @@ from tests.llama import add_vocabulary, tiny_gguf
 from tests.server.conftest import MakeService
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError
+from tetrad.server.bodies.sampling import AnswerLimits, SamplingDefaults, sampling_params
 from tetrad.server.console import Console
 from tetrad.server.model import ServedModel
 from tetrad.server.protocol import SamplingFields
-from tetrad.server.sampling import AnswerLimits, SamplingDefaults, sampling_params
 
 LIMITS = AnswerLimits(max_new_tokens=1, min_new_tokens=0, num_logprobs=None, seed=None)
 
@@ -62,7 +62,7 @@ def test_values_that_cannot_be_are_one_sentence(tmp_path: Path, monkeypatch):
 
 def test_the_packaged_model_has_its_card_s(tmp_path: Path, monkeypatch):
     file = tiny_gguf(tmp_path / "tiny.gguf", {})
-    monkeypatch.setattr("tetrad.server.sampling.packaged_model", {"smollm2": file}.get)
+    monkeypatch.setattr("tetrad.server.bodies.sampling.packaged_model", {"smollm2": file}.get)
     defaults = SamplingDefaults.of("model", file)
     assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.2, 0.9, 0)
     assert defaults.told == (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.server.test_bad_input import CHAT, COMPLETIONS, USER, json_values, sentence
 from tetrad.core.errors import CapacityError
-from tetrad.server import weight
-from tetrad.server.weight import (
+from tetrad.server.bodies import weight
+from tetrad.server.bodies.weight import (
     HELD,
     LIGHT_BYTES,
     MAX_ESCAPES,

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tetrad.core.errors import RequestError
 from tetrad.core.messages import Reply
 from tetrad.core.operation_options import AccessLog
-from tetrad.server.bodies import Accepted, Body, read_body
+from tetrad.server.bodies.read import Accepted, Body, read_body
 from tetrad.server.service import Service
 
 FLUSH_RETRY_S = 0.05

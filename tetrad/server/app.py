@@ -37,7 +37,7 @@ from tetrad.server import (
     tokens,
 )
 from tetrad.server.absent import ABSENT
-from tetrad.server.bodies import WARNING_HEADER, Body
+from tetrad.server.bodies.read import WARNING_HEADER, Body
 from tetrad.server.door.access import KeyCheck
 from tetrad.server.door.arrival import arrival
 from tetrad.server.messages_protocol import CountBody, MessagesBody

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.server.answers import EventStream, LaterJson
-from tetrad.server.bodies import read_body
+from tetrad.server.bodies.read import read_body
 from tetrad.server.choices import Choice, generate, new_id
 from tetrad.server.conversation import chat_choices
 from tetrad.server.openai_answer import OpenAIAnswer

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from tetrad.core.errors import AbortedError, TetradError
 from tetrad.server.answers import EventStream, LaterJson, Wire
 from tetrad.server.blocks import Block, BlockEvent, BlockReader, block_id
-from tetrad.server.bodies import read_body
+from tetrad.server.bodies.read import read_body
 from tetrad.server.choices import Choice, generate
 from tetrad.server.conversation import chat_choices, chat_prompt, translated
 from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tetrad.server.bodies import Accepted, Body, OpenBody, checked
-from tetrad.server.foreign import Refused
+from tetrad.server.bodies.foreign import Refused
+from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
 from tetrad.server.protocol import (
     ChatBody,
     Count,

@@ -17,12 +17,12 @@ from tetrad.core.jsonfile import read_json_object
 from tetrad.core.presets import served_shapes
 from tetrad.core.quantization import check_scheme
 from tetrad.data import model_folder, text_folder
+from tetrad.server.bodies.sampling import SamplingDefaults
 from tetrad.server.parsers import reasoning
 from tetrad.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from tetrad.server.parsers.tools import formats as tools
 from tetrad.server.parsers.tools.events import ToolParser
 from tetrad.server.parsers.tools.formats import TOOL_FORMATS
-from tetrad.server.sampling import SamplingDefaults
 from tetrad.server.text.chat_template import ChatTemplate, End
 from tetrad.server.text.gguf import template_of, tokenizer_of
 from tetrad.server.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tetrad.server.foreign import ForeignGenerate
+from tetrad.server.bodies.foreign import ForeignGenerate
 from tetrad.server.protocol import (
     LARGEST,
     MAX_PROMPTS,

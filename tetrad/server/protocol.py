@@ -1,7 +1,7 @@
 """The bodies of OpenAI's routes. A field's range is written here and nowhere else.
 
 What cannot be served is refused with a sentence that says what works. Fields of other servers that
-have no use here are in `foreign`; docs/api.md lists every field.
+have no use here are in `bodies/foreign.py`; docs/api.md lists every field.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import (
     field_validator,
 )
 
-from tetrad.server.bodies import Accepted, Body, OpenBody
-from tetrad.server.chat_messages import Message, ReasoningSwitch, ThinkingSwitch
-from tetrad.server.constraints import ConstraintFields, OpenAIConstraintFields
+from tetrad.server.bodies.chat_messages import Message, ReasoningSwitch, ThinkingSwitch
+from tetrad.server.bodies.constraints import ConstraintFields, OpenAIConstraintFields
+from tetrad.server.bodies.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
+from tetrad.server.bodies.read import Accepted, Body, OpenBody
 from tetrad.server.door.arrival import LONGEST_TIMEOUT_S
-from tetrad.server.foreign import ForeignChat, ForeignOpenAI, ForeignSampling, Refused
 from tetrad.server.text.chat_template import RESERVED
 
 MAX_STOPS = 32

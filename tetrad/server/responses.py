@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tetrad.core.errors import CapacityError, RequestError, TetradError
 from tetrad.server.answers import EventStream, LaterJson, Wire, in_time
 from tetrad.server.blocks import block_id
-from tetrad.server.bodies import read_body
+from tetrad.server.bodies.read import read_body
 from tetrad.server.conversation import chat_choices, translated
 from tetrad.server.door.arrival import arrival
 from tetrad.server.response_answer import ROUTE, ResponseAnswer

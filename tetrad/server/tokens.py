@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.errors import RequestError
-from tetrad.server.bodies import Body, read_body
-from tetrad.server.chat_messages import Message
+from tetrad.server.bodies.chat_messages import Message
+from tetrad.server.bodies.read import Body, read_body
 from tetrad.server.protocol import Texts, TokenId
 from tetrad.server.service import Service
 from tetrad.server.wire.encoding import json_bytes

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Grammar
-from tetrad.server.constraints import grammar_of
+from tetrad.server.bodies.constraints import grammar_of
 from tetrad.server.model import ServedModel
 from tetrad.server.parsers import reasoning
 from tetrad.server.parsers.reasoning import Start

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Grammar, GrammarKind
-from tetrad.server.bodies import Accepted, Body, OpenBody
+from tetrad.server.bodies.read import Accepted, Body, OpenBody
 
 MAX_ALTERNATIVES = 4096
 

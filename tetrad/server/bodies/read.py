@@ -23,8 +23,8 @@ from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from starlette.requests import ClientDisconnect, Request
 
 from tetrad.core.errors import RequestError, nearest
+from tetrad.server.bodies.weight import HELD, LIGHT_BYTES, check_weight
 from tetrad.server.door.arrival import arrival
-from tetrad.server.weight import HELD, LIGHT_BYTES, check_weight
 from tetrad.server.wire.pace import beside, in_turn
 
 WARNING_HEADER = "X-Tetrad-Warning"

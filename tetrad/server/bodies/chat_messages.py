@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from tetrad.server.bodies import Accepted, Body, OpenBody
+from tetrad.server.bodies.read import Accepted, Body, OpenBody
 
 
 class ContentPart(OpenBody):

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from tetrad.server.bodies import Accepted, Body
+from tetrad.server.bodies.read import Accepted, Body
 
 
 @dataclass(frozen=True)
