@@ -7,10 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tetrad.server.bodies.foreign import Refused
-from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
-from tetrad.server.protocol import (
-    ChatBody,
+from tetrad.server.bodies.fields import (
     Count,
     Priority,
     SamplingFields,
@@ -18,6 +15,9 @@ from tetrad.server.protocol import (
     Strings,
     sampling_of,
 )
+from tetrad.server.bodies.foreign import Refused
+from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
+from tetrad.server.protocol import ChatBody
 from tetrad.server.wire.encoding import json_text
 
 

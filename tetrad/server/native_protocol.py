@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tetrad.server.bodies.foreign import ForeignGenerate
-from tetrad.server.protocol import (
+from tetrad.server.bodies.fields import (
     LARGEST,
     MAX_PROMPTS,
     MAX_TOP_LOGPROBS,
@@ -20,6 +19,7 @@ from tetrad.server.protocol import (
     Texts,
     TokenIds,
 )
+from tetrad.server.bodies.foreign import ForeignGenerate
 
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 

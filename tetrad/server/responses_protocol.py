@@ -8,11 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tetrad.server.blocks import Block
-from tetrad.server.bodies.foreign import ForeignOpenAI, Refused
-from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
-from tetrad.server.protocol import (
+from tetrad.server.bodies.fields import (
     LARGEST,
-    ChatBody,
     Count,
     NamedBody,
     Priority,
@@ -21,6 +18,9 @@ from tetrad.server.protocol import (
     Seed,
     sampling_of,
 )
+from tetrad.server.bodies.foreign import ForeignOpenAI, Refused
+from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
+from tetrad.server.protocol import ChatBody
 
 ChatMessages = list[dict[str, Any]]
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")

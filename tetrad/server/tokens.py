@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from tetrad.core.errors import RequestError
 from tetrad.server.bodies.chat_messages import Message
+from tetrad.server.bodies.fields import Texts, TokenId
 from tetrad.server.bodies.read import Body, read_body
-from tetrad.server.protocol import Texts, TokenId
 from tetrad.server.service import Service
 from tetrad.server.wire.encoding import json_bytes
 from tetrad.server.wire.pace import beside, in_turn

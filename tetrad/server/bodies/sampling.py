@@ -12,8 +12,8 @@ from tetrad.core.gguf import GgufFile, is_gguf
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.request import Grammar, SamplingParams
 from tetrad.data import packaged_model
+from tetrad.server.bodies.fields import SamplingFields
 from tetrad.server.bodies.read import checked
-from tetrad.server.protocol import SamplingFields
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is 0: dividing logits by it would overflow."""
