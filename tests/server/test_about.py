@@ -228,7 +228,7 @@ async def test_choices_that_wait_for_their_prompt_are_timed_from_their_own_begin
     What others call a request's latency is a sequence's, too."""
     now = [5.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("tetrad.server.metrics.time", clock)
+    monkeypatch.setattr("tetrad.server.telemetry.metrics.time", clock)
     engine.gate.clear()
     body = {"prompt": [5] * 65, "n": 3, "max_tokens": 2}
     asking = asyncio.create_task(client.post("/v1/completions", json=body))

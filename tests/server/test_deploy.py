@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from tests.house.source import ROOT
-from tetrad.server.metric_names import COUNTERS, GAUGES, HISTOGRAMS
+from tetrad.server.telemetry.metric_names import COUNTERS, GAUGES, HISTOGRAMS
 
 DASHBOARD = ROOT / "deploy" / "grafana.json"
 NAME = re.compile(r"\b(?:tetrad_\w+|(?:sglang|vllm):\w+)")

@@ -15,10 +15,10 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CapacityError
 from tetrad.core.request import RequestOutput
 from tetrad.server.app import build_app
-from tetrad.server.metrics import RequestWatch
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
 from tetrad.server.shared.tally import FIRST_COUNTER, OPEN, Tally
+from tetrad.server.telemetry.metrics import RequestWatch
 
 CHAT = "/v1/chat/completions"
 

@@ -17,7 +17,6 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.prefix import names_of
 from tetrad.server.door.arrival import arrival
 from tetrad.server.engine_port import EnginePort
-from tetrad.server.metrics import RequestWatch
 from tetrad.server.push import (
     ChoiceReader,
     Inbox,
@@ -30,6 +29,7 @@ from tetrad.server.push import (
 )
 from tetrad.server.service import Service
 from tetrad.server.session import Delta, GenerationError, Session
+from tetrad.server.telemetry.metrics import RequestWatch
 from tetrad.server.wire.pace import in_turn, in_turn_later
 
 _log = logging.getLogger(__name__)

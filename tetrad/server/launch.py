@@ -41,11 +41,11 @@ from tetrad.server.console import Console
 from tetrad.server.descriptors import allow_connections, why_few
 from tetrad.server.engine_port import StartedEngine
 from tetrad.server.http import HttpServer, check_tls
-from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel, model_name
 from tetrad.server.service import Service
 from tetrad.server.shared.shelf import Shelf
 from tetrad.server.shared.tally import IS_SERVING, Tally
+from tetrad.server.telemetry.logs import set_up_logging
 from tetrad.server.workers import ApiWorkers, automatic
 
 POLL_S = 0.1

@@ -24,8 +24,8 @@ from typing import Protocol
 from tetrad.core.errors import TetradError
 from tetrad.core.request import RequestOutput
 from tetrad.server.door.gate import Admission
-from tetrad.server.metrics import RequestWatch
 from tetrad.server.session import Delta, Session
+from tetrad.server.telemetry.metrics import RequestWatch
 from tetrad.server.wire.pace import SHARE_S, in_turn
 
 BODY = "tetrad.body"

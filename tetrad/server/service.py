@@ -15,12 +15,12 @@ from tetrad.server.door.access import Keys
 from tetrad.server.door.arrival import arrival
 from tetrad.server.door.gate import Admission, Gate
 from tetrad.server.engine_port import EnginePort
-from tetrad.server.metrics import Metrics
 from tetrad.server.model import ServedModel
-from tetrad.server.reporter import Reporter
 from tetrad.server.shared.beat import SILENCE_LIMIT_S, why_unwell
 from tetrad.server.shared.shelf import Shelf
 from tetrad.server.shared.tally import OPEN, UNANSWERED, Tally
+from tetrad.server.telemetry.metrics import Metrics
+from tetrad.server.telemetry.reporter import Reporter
 
 Phase = Literal["starting", "ready", "draining", "dead"]
 

@@ -30,13 +30,13 @@ from tetrad.engine.link import EngineLink
 from tetrad.server.annex import AnnexServer
 from tetrad.server.console import Console
 from tetrad.server.http import HttpServer
-from tetrad.server.logs import set_up_logging
 from tetrad.server.model import ServedModel
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, orders
 from tetrad.server.service import Service
 from tetrad.server.shared.beat import BEAT_S, Watch, stopped_s
 from tetrad.server.shared.shelf import Shelf
 from tetrad.server.shared.tally import IS_SERVING, Tally
+from tetrad.server.telemetry.logs import set_up_logging
 
 LAST_ORDER_WAIT_S = 10.0
 """A process that cannot hear the engine is soon told to end; if not, only it is at fault."""

@@ -19,7 +19,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.messages import LogSettings
 from tetrad.core.operation_options import AccessLog
 from tetrad.server.door.arrival import Arrival
-from tetrad.server.tracing import Tracing
+from tetrad.server.telemetry.tracing import Tracing
 
 _access = logging.getLogger("tetrad.access")
 

@@ -6,7 +6,7 @@ import logging
 import sys
 
 from tetrad.core.config import ServeConfig
-from tetrad.server.reporter import set_up_access_log
+from tetrad.server.telemetry.reporter import set_up_access_log
 
 
 def set_up_logging(config: ServeConfig, speaker: str = "") -> None:

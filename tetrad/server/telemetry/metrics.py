@@ -18,8 +18,6 @@ from tetrad.core.errors import CapacityError, RequestError
 from tetrad.core.messages import EngineStats
 from tetrad.core.request import RequestOutput
 from tetrad.server.door.arrival import arrival
-from tetrad.server.histograms import SECONDS, TOKEN_SECONDS, TOKENS, Histogram
-from tetrad.server.metric_names import HISTOGRAMS, Labels, families
 from tetrad.server.shared.tally import (
     FIRST_COUNTER,
     NUM_COLUMNS,
@@ -28,6 +26,8 @@ from tetrad.server.shared.tally import (
     UNANSWERED_TOKENS,
     Tally,
 )
+from tetrad.server.telemetry.histograms import SECONDS, TOKEN_SECONDS, TOKENS, Histogram
+from tetrad.server.telemetry.metric_names import HISTOGRAMS, Labels, families
 
 Outcome = Literal["success", "cancelled", "failed", "refused"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
