@@ -14,7 +14,7 @@ from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.test_about import connect, samples
 from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Finish, Request
-from tetrad.server import choices
+from tetrad.server.stream import choices
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -170,7 +170,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 async def test_the_answer_is_the_same(
     name: str, size: int, make_service: MakeService, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tetrad.server.choices.uuid.uuid4", lambda: Same())
+    monkeypatch.setattr("tetrad.server.stream.choices.uuid.uuid4", lambda: Same())
     monkeypatch.setattr(time, "time", lambda: 1.5)
     path, value = REQUESTS[name]
     here = await Call(raw(value), path=path).to(build_app(make_service()))

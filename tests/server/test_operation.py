@@ -18,8 +18,8 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.messages import LogSettings, Reply
 from tetrad.core.request import Finish
-from tetrad.server import push
 from tetrad.server.app import ROUTES, build_app
+from tetrad.server.stream import push
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 BODY = {"messages": [{"role": "user", "content": "3"}]}

@@ -23,12 +23,12 @@ from tests.server.fake_engine import FakeEngine, saying
 from tests.server.test_bad_input import json_values
 from tetrad.core.request import Request, RequestOutput
 from tetrad.server import native
-from tetrad.server.answers import PART_BYTES, LaterJson
 from tetrad.server.connections import Body
 from tetrad.server.door.arrival import Arrival, arrival, begin
 from tetrad.server.model import MANY_TEXTS
-from tetrad.server.push import MOST_BYTES, ChoiceReader, Inbox, ShortWay
-from tetrad.server.session import Delta, Session
+from tetrad.server.stream.answers import PART_BYTES, LaterJson
+from tetrad.server.stream.push import MOST_BYTES, ChoiceReader, Inbox, ShortWay
+from tetrad.server.stream.session import Delta, Session
 from tetrad.server.text.logprobs import native_logprobs
 from tetrad.server.text.tokenizer import Tokenizer
 from tetrad.server.wire import pace

@@ -9,7 +9,7 @@ import pytest
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.server.parsers.reasoning import REASONING_FORMATS, ReasoningParser
 from tetrad.server.parsers.tools.glm import GlmParser
-from tetrad.server.session import Delta, GenerationError, Session
+from tetrad.server.stream.session import Delta, GenerationError, Session
 from tetrad.server.text.tokenizer import Tokenizer
 
 EOS = 498

@@ -13,9 +13,9 @@ import pytest
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tetrad.core.request import Finish, Request
-from tetrad.server import answers, choices, push
 from tetrad.server.service import Service
-from tetrad.server.session import Delta
+from tetrad.server.stream import answers, choices, push
+from tetrad.server.stream.session import Delta
 from tetrad.server.wire import pace
 
 CHAT = "/v1/chat/completions"

@@ -10,16 +10,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies.read import read_body
-from tetrad.server.choices import Choice, generate, new_id
 from tetrad.server.conversation import chat_choices
 from tetrad.server.openai_answer import OpenAIAnswer
 from tetrad.server.parsers.tools.events import ToolDelta
 from tetrad.server.protocol import ChatBody
-from tetrad.server.push import Renderer
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Delta
+from tetrad.server.stream.answers import EventStream, LaterJson
+from tetrad.server.stream.choices import Choice, generate, new_id
+from tetrad.server.stream.push import Renderer
+from tetrad.server.stream.session import ChoiceFinish, Delta
 from tetrad.server.text.logprobs import TokenEntry, chat_logprobs
 from tetrad.server.wire.encoding import GrowingList, TextEvent, event
 

@@ -12,16 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.request import SamplingParams
-from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies.constraints import grammar_of
 from tetrad.server.bodies.read import read_body
 from tetrad.server.bodies.sampling import AnswerLimits, sampling_params, stop_strings
-from tetrad.server.choices import Choice, generate, make_choices, new_id, room_for_answer
 from tetrad.server.openai_answer import OpenAIAnswer
 from tetrad.server.protocol import CompletionBody
-from tetrad.server.push import Renderer
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Delta, Session
+from tetrad.server.stream.answers import EventStream, LaterJson
+from tetrad.server.stream.choices import Choice, generate, make_choices, new_id, room_for_answer
+from tetrad.server.stream.push import Renderer
+from tetrad.server.stream.session import ChoiceFinish, Delta, Session
 from tetrad.server.text.logprobs import completion_logprobs
 from tetrad.server.wire.encoding import GrowingList, TextEvent, event, grow
 from tetrad.server.wire.pace import in_turn

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from tetrad.server.entrance import Turnstile, is_probe
-from tetrad.server.push import BODY
+from tetrad.server.stream.push import BODY
 from tetrad.server.wire.encoding import json_bytes
 from tetrad.server.wire.failures import error_body
 

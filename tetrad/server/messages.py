@@ -13,16 +13,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tetrad.core.errors import AbortedError, TetradError
-from tetrad.server.answers import EventStream, LaterJson, Wire
-from tetrad.server.blocks import Block, BlockEvent, BlockReader, block_id
 from tetrad.server.bodies.read import read_body
-from tetrad.server.choices import Choice, generate
 from tetrad.server.conversation import chat_choices, chat_prompt, translated
 from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of
 from tetrad.server.protocol import ChatBody
-from tetrad.server.push import Outlet, ShortWay, together
 from tetrad.server.service import Service
-from tetrad.server.session import WHY_ABORTED, ChoiceFinish, Delta
+from tetrad.server.stream.answers import EventStream, LaterJson, Wire
+from tetrad.server.stream.blocks import Block, BlockEvent, BlockReader, block_id
+from tetrad.server.stream.choices import Choice, generate
+from tetrad.server.stream.push import Outlet, ShortWay, together
+from tetrad.server.stream.session import WHY_ABORTED, ChoiceFinish, Delta
 from tetrad.server.wire.encoding import TextEvent, event
 from tetrad.server.wire.failures import anthropic_body, http_status
 

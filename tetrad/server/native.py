@@ -13,15 +13,22 @@ from starlette.responses import Response
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import SamplingParams
-from tetrad.server.answers import EventStream, LaterJson
 from tetrad.server.bodies.constraints import grammar_of
 from tetrad.server.bodies.read import read_body
 from tetrad.server.bodies.sampling import AnswerLimits, sampling_params, stop_strings
-from tetrad.server.choices import Choice, generate, make_choices, new_id, pieces, room_for_answer
 from tetrad.server.native_protocol import GenerateBody, NativeSampling
-from tetrad.server.push import Outlet
 from tetrad.server.service import Service
-from tetrad.server.session import WHY_ABORTED, ChoiceFinish, Delta, Session
+from tetrad.server.stream.answers import EventStream, LaterJson
+from tetrad.server.stream.choices import (
+    Choice,
+    generate,
+    make_choices,
+    new_id,
+    pieces,
+    room_for_answer,
+)
+from tetrad.server.stream.push import Outlet
+from tetrad.server.stream.session import WHY_ABORTED, ChoiceFinish, Delta, Session
 from tetrad.server.text.logprobs import native_logprobs
 from tetrad.server.wire.encoding import GrowingList, grow, grown_event
 from tetrad.server.wire.pace import in_turn

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
-from tetrad.server.choices import Choice, pieces
 from tetrad.server.protocol import OpenAIBody
-from tetrad.server.push import Outlet, Renderer
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish
+from tetrad.server.stream.choices import Choice, pieces
+from tetrad.server.stream.push import Outlet, Renderer
+from tetrad.server.stream.session import ChoiceFinish
 from tetrad.server.usage import usage
 from tetrad.server.wire.encoding import event
 

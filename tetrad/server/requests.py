@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tetrad.core.errors import RequestError
 from tetrad.server.door.arrival import Arrival, begin
-from tetrad.server.push import BODY
 from tetrad.server.service import Service
+from tetrad.server.stream.push import BODY
 from tetrad.server.wire.failures import response_of
 
 REQUEST_ID = "X-Request-Id"

@@ -13,12 +13,12 @@ from contextlib import aclosing
 from typing import Any
 
 from tetrad.core.errors import TetradError
-from tetrad.server.blocks import Block, BlockEvent, BlockReader
-from tetrad.server.choices import Choice, Deltas, generate
-from tetrad.server.push import Outlet, ShortWay, together
 from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.service import Service
-from tetrad.server.session import ChoiceFinish, Delta
+from tetrad.server.stream.blocks import Block, BlockEvent, BlockReader
+from tetrad.server.stream.choices import Choice, Deltas, generate
+from tetrad.server.stream.push import Outlet, ShortWay, together
+from tetrad.server.stream.session import ChoiceFinish, Delta
 from tetrad.server.wire.encoding import event
 
 ROUTE = "/v1/responses"

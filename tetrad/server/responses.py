@@ -14,8 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.errors import CapacityError, RequestError, TetradError
-from tetrad.server.answers import EventStream, LaterJson, Wire, in_time
-from tetrad.server.blocks import block_id
 from tetrad.server.bodies.read import read_body
 from tetrad.server.conversation import chat_choices, translated
 from tetrad.server.door.arrival import arrival
@@ -23,6 +21,8 @@ from tetrad.server.response_answer import ROUTE, ResponseAnswer
 from tetrad.server.responses_protocol import ChatMessages, ResponsesBody, answer_message, chat_of
 from tetrad.server.service import Service
 from tetrad.server.shared.shelf import Shelf
+from tetrad.server.stream.answers import EventStream, LaterJson, Wire, in_time
+from tetrad.server.stream.blocks import block_id
 from tetrad.server.wire.encoding import json_bytes
 
 ID_ROUTE = ROUTE + "/{response_id}"

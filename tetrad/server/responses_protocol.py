@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tetrad.server.blocks import Block
 from tetrad.server.bodies.fields import (
     LARGEST,
     Count,
@@ -21,6 +20,7 @@ from tetrad.server.bodies.fields import (
 from tetrad.server.bodies.foreign import ForeignOpenAI, Refused
 from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
 from tetrad.server.protocol import ChatBody
+from tetrad.server.stream.blocks import Block
 
 ChatMessages = list[dict[str, Any]]
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tetrad.server.choices import Choice
+from tetrad.server.stream.choices import Choice
 
 
 def usage(choices: Sequence[Choice], num_each: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tetrad.server.parsers.tools.events import ToolDelta
-from tetrad.server.session import Delta
+from tetrad.server.stream.session import Delta
 
 Kind = Literal["reasoning", "text", "tool"]
 

@@ -17,7 +17,8 @@ from tetrad.core.step import PAGE_TOKENS
 from tetrad.engine.prefix import names_of
 from tetrad.server.door.arrival import arrival
 from tetrad.server.engine_port import EnginePort
-from tetrad.server.push import (
+from tetrad.server.service import Service
+from tetrad.server.stream.push import (
     ChoiceReader,
     Inbox,
     Outlet,
@@ -27,8 +28,7 @@ from tetrad.server.push import (
     no_texts,
     together,
 )
-from tetrad.server.service import Service
-from tetrad.server.session import Delta, GenerationError, Session
+from tetrad.server.stream.session import Delta, GenerationError, Session
 from tetrad.server.telemetry.metrics import RequestWatch
 from tetrad.server.wire.pace import in_turn, in_turn_later
 

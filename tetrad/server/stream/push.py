@@ -24,7 +24,7 @@ from typing import Protocol
 from tetrad.core.errors import TetradError
 from tetrad.core.request import RequestOutput
 from tetrad.server.door.gate import Admission
-from tetrad.server.session import Delta, Session
+from tetrad.server.stream.session import Delta, Session
 from tetrad.server.telemetry.metrics import RequestWatch
 from tetrad.server.wire.pace import SHARE_S, in_turn
 
@@ -39,7 +39,7 @@ MOST_AT_ONCE = 64
 
 
 class Outlet(Protocol):
-    """Takes pieces of the body of one answer, past the application: `connections.Body`."""
+    """Takes pieces of the body of one answer, past the application: `http.connections.Body`."""
 
     @property
     def is_open(self) -> bool:

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from tetrad.core.errors import TetradError
 from tetrad.server.door.arrival import arrival
-from tetrad.server.push import BODY, Outlet
+from tetrad.server.stream.push import BODY, Outlet
 from tetrad.server.wire.encoding import DONE, event, json_pieces
 from tetrad.server.wire.failures import body_of
 from tetrad.server.wire.pace import in_turn

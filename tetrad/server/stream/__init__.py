@@ -1,0 +1,1 @@
+"""From prompts to engine requests, and from what comes back to the bytes of an answer."""
