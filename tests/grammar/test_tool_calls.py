@@ -17,10 +17,10 @@ from tetrad.core.request import Grammar
 from tetrad.grammar.compiler import Compiled, Compiler
 from tetrad.grammar.layout import ALLOWED
 from tetrad.grammar.masks import MaskMaker
+from tetrad.server.apis.openai.protocol import ChatBody
+from tetrad.server.apis.openai.tool_grammar import chat_grammar
 from tetrad.server.model import ServedModel
 from tetrad.server.parsers.tools.formats import TOOL_FORMATS
-from tetrad.server.protocol import ChatBody
-from tetrad.server.tool_grammar import chat_grammar
 
 CALC = {
     "name": "calc",

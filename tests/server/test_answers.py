@@ -16,9 +16,9 @@ from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.test_api_document import APIS
 from tetrad.core.jsonfile import read_json_object
 from tetrad.core.request import Finish
+from tetrad.server.apis.native.protocol import NativeSampling
 from tetrad.server.app import ANSWERS, FAMILIES, ROUTES, openapi_document
 from tetrad.server.bodies.foreign import Refused
-from tetrad.server.native_protocol import NativeSampling
 from tetrad.server.service import Service
 from tetrad.server.text.tokenizer import Tokenizer
 

@@ -11,14 +11,14 @@ from pydantic.fields import FieldInfo
 
 from tests.house.source import ROOT
 from tests.server.fake_engine import FakeEngine
+from tetrad.server.apis.messages.protocol import MessagesBody
+from tetrad.server.apis.native.protocol import GenerateBody, NativeSampling
+from tetrad.server.apis.openai.protocol import ChatBody, CompletionBody, OpenAIBody
+from tetrad.server.apis.responses.protocol import ResponsesBody
 from tetrad.server.app import ROUTES
 from tetrad.server.bodies.fields import SamplingFields
 from tetrad.server.bodies.foreign import ForeignOpenAI
 from tetrad.server.bodies.read import WARNING_HEADER, Accepted, Body
-from tetrad.server.messages_protocol import MessagesBody
-from tetrad.server.native_protocol import GenerateBody, NativeSampling
-from tetrad.server.protocol import ChatBody, CompletionBody, OpenAIBody
-from tetrad.server.responses_protocol import ResponsesBody
 
 KINDS = ("same", "partly", "accepted", "refused")
 MESSAGES = [{"role": "user", "content": "3"}]

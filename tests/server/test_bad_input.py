@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from tests.server.conftest import MakeService
 from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
-from tetrad.server import messages, responses
+from tetrad.server.apis.messages import routes as messages
+from tetrad.server.apis.messages.protocol import CountBody, MessagesBody
+from tetrad.server.apis.native.protocol import GenerateBody
+from tetrad.server.apis.openai.protocol import ChatBody, CompletionBody
+from tetrad.server.apis.responses import routes as responses
+from tetrad.server.apis.responses.protocol import ResponsesBody
 from tetrad.server.app import build_app
 from tetrad.server.bodies.read import WARNING_HEADER, Body
-from tetrad.server.messages_protocol import CountBody, MessagesBody
 from tetrad.server.model import ServedModel
-from tetrad.server.native_protocol import GenerateBody
-from tetrad.server.protocol import ChatBody, CompletionBody
-from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

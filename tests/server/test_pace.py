@@ -22,7 +22,7 @@ from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
 from tests.server.test_bad_input import json_values
 from tetrad.core.request import Request, RequestOutput
-from tetrad.server import native
+from tetrad.server.apis.native import generate as native
 from tetrad.server.connections import Body
 from tetrad.server.door.arrival import Arrival, arrival, begin
 from tetrad.server.model import MANY_TEXTS

@@ -15,7 +15,7 @@ from tests.server.sse import named_events
 from tests.server.test_aborts import aborted
 from tests.server.test_about import connect
 from tetrad.core.request import Finish
-from tetrad.server import responses
+from tetrad.server.apis.responses import routes as responses
 from tetrad.server.app import build_app
 from tetrad.server.service import Service
 from tetrad.server.shared import shelf

@@ -25,26 +25,21 @@ from starlette.types import Scope
 import tetrad
 from tetrad.core.errors import CapacityError, RequestError, TetradError
 from tetrad.core.jsonfile import read_json_object
-from tetrad.server import (
-    about,
-    admin,
-    chat,
-    completions,
-    messages,
-    native,
-    response_answer,
-    responses,
-    tokens,
-)
-from tetrad.server.absent import ABSENT
+from tetrad.server.apis import about, admin, tokens
+from tetrad.server.apis.absent import ABSENT
+from tetrad.server.apis.messages import routes as messages
+from tetrad.server.apis.messages.protocol import CountBody, MessagesBody
+from tetrad.server.apis.native import generate as native
+from tetrad.server.apis.native.protocol import GenerateBody
+from tetrad.server.apis.openai import chat, completions
+from tetrad.server.apis.openai.protocol import ChatBody, CompletionBody
+from tetrad.server.apis.responses import answer as response_answer
+from tetrad.server.apis.responses import routes as responses
+from tetrad.server.apis.responses.protocol import ResponsesBody
 from tetrad.server.bodies.read import WARNING_HEADER, Body
 from tetrad.server.door.access import KeyCheck
 from tetrad.server.door.arrival import arrival
-from tetrad.server.messages_protocol import CountBody, MessagesBody
-from tetrad.server.native_protocol import GenerateBody
-from tetrad.server.protocol import ChatBody, CompletionBody
 from tetrad.server.requests import REQUEST_ID, RequestDoor
-from tetrad.server.responses_protocol import ResponsesBody
 from tetrad.server.service import Service
 from tetrad.server.wire.failures import error_response, path_of, response_of, route_of
 

@@ -18,8 +18,8 @@ from tetrad.core.errors import TetradError
 from tetrad.core.option import secrets
 from tetrad.core.request import Request as EngineRequest
 from tetrad.core.request import SamplingParams, packed
+from tetrad.server.apis.native.generate import WEIGHT_VERSION
 from tetrad.server.engine_port import EnginePort
-from tetrad.server.native import WEIGHT_VERSION
 from tetrad.server.service import Service
 from tetrad.server.stream.choices import new_id
 

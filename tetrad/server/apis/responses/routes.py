@@ -14,11 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.errors import CapacityError, RequestError, TetradError
+from tetrad.server.apis.openai.conversation import chat_choices, translated
+from tetrad.server.apis.responses.answer import ROUTE, ResponseAnswer
+from tetrad.server.apis.responses.protocol import (
+    ChatMessages,
+    ResponsesBody,
+    answer_message,
+    chat_of,
+)
 from tetrad.server.bodies.read import read_body
-from tetrad.server.conversation import chat_choices, translated
 from tetrad.server.door.arrival import arrival
-from tetrad.server.response_answer import ROUTE, ResponseAnswer
-from tetrad.server.responses_protocol import ChatMessages, ResponsesBody, answer_message, chat_of
 from tetrad.server.service import Service
 from tetrad.server.shared.shelf import Shelf
 from tetrad.server.stream.answers import EventStream, LaterJson, Wire, in_time

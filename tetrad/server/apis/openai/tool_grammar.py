@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import Grammar
+from tetrad.server.apis.openai.protocol import ChatBody
 from tetrad.server.bodies.constraints import grammar_of
 from tetrad.server.model import ServedModel
 from tetrad.server.parsers import reasoning
@@ -29,7 +30,6 @@ from tetrad.server.parsers.tools.dsml import DsmlParser
 from tetrad.server.parsers.tools.events import ToolParser
 from tetrad.server.parsers.tools.formats import TOOL_FORMATS
 from tetrad.server.parsers.tools.glm import GlmParser
-from tetrad.server.protocol import ChatBody
 
 Format = dict[str, Any]
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tetrad.server.apis.openai.protocol import ChatBody
 from tetrad.server.bodies.fields import (
     Count,
     Priority,
@@ -17,7 +18,6 @@ from tetrad.server.bodies.fields import (
 )
 from tetrad.server.bodies.foreign import Refused
 from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
-from tetrad.server.protocol import ChatBody
 from tetrad.server.wire.encoding import json_text
 
 

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tetrad.core.errors import RequestError
+from tetrad.server.apis.openai.protocol import ChatBody
+from tetrad.server.apis.openai.tool_grammar import chat_grammar
 from tetrad.server.bodies.read import MAX_SHOWN_CHARACTERS
 from tetrad.server.bodies.sampling import AnswerLimits, sampling_params, stop_strings
 from tetrad.server.door.arrival import arrival
 from tetrad.server.model import ServedModel
 from tetrad.server.parsers.reasoning import ReasoningParser
-from tetrad.server.protocol import ChatBody
 from tetrad.server.service import Service
 from tetrad.server.stream.choices import Choice, make_choices, room_for_answer
 from tetrad.server.stream.session import Session
 from tetrad.server.text.chat_template import End
-from tetrad.server.tool_grammar import chat_grammar
 from tetrad.server.wire.pace import beside
 
 SHORT_CONVERSATION = 32

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tetrad.core.request import SamplingParams
+from tetrad.server.apis.openai.answer import OpenAIAnswer
+from tetrad.server.apis.openai.protocol import CompletionBody
 from tetrad.server.bodies.constraints import grammar_of
 from tetrad.server.bodies.read import read_body
 from tetrad.server.bodies.sampling import AnswerLimits, sampling_params, stop_strings
-from tetrad.server.openai_answer import OpenAIAnswer
-from tetrad.server.protocol import CompletionBody
 from tetrad.server.service import Service
 from tetrad.server.stream.answers import EventStream, LaterJson
 from tetrad.server.stream.choices import Choice, generate, make_choices, new_id, room_for_answer

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tetrad.server.apis.openai.protocol import ChatBody
 from tetrad.server.bodies.fields import (
     LARGEST,
     Count,
@@ -19,7 +20,6 @@ from tetrad.server.bodies.fields import (
 )
 from tetrad.server.bodies.foreign import ForeignOpenAI, Refused
 from tetrad.server.bodies.read import Accepted, Body, OpenBody, checked
-from tetrad.server.protocol import ChatBody
 from tetrad.server.stream.blocks import Block
 
 ChatMessages = list[dict[str, Any]]

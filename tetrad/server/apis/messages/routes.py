@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tetrad.core.errors import AbortedError, TetradError
+from tetrad.server.apis.messages.protocol import CountBody, MessagesBody, chat_of
+from tetrad.server.apis.openai.conversation import chat_choices, chat_prompt, translated
+from tetrad.server.apis.openai.protocol import ChatBody
 from tetrad.server.bodies.read import read_body
-from tetrad.server.conversation import chat_choices, chat_prompt, translated
-from tetrad.server.messages_protocol import CountBody, MessagesBody, chat_of
-from tetrad.server.protocol import ChatBody
 from tetrad.server.service import Service
 from tetrad.server.stream.answers import EventStream, LaterJson, Wire
 from tetrad.server.stream.blocks import Block, BlockEvent, BlockReader, block_id

@@ -10,11 +10,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tetrad.server.apis.openai.answer import OpenAIAnswer
+from tetrad.server.apis.openai.conversation import chat_choices
+from tetrad.server.apis.openai.protocol import ChatBody
 from tetrad.server.bodies.read import read_body
-from tetrad.server.conversation import chat_choices
-from tetrad.server.openai_answer import OpenAIAnswer
 from tetrad.server.parsers.tools.events import ToolDelta
-from tetrad.server.protocol import ChatBody
 from tetrad.server.service import Service
 from tetrad.server.stream.answers import EventStream, LaterJson
 from tetrad.server.stream.choices import Choice, generate, new_id

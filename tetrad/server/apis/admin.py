@@ -1,5 +1,5 @@
 """Routes of the operator, under SGLang's names. Each does what it says for the whole server,
-whichever of its processes is asked; `access.py` says who may."""
+whichever of its processes is asked; `door/access.py` says who may."""
 
 from __future__ import annotations
 

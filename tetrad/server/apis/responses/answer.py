@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from tetrad.core.errors import TetradError
-from tetrad.server.responses_protocol import ResponsesBody
+from tetrad.server.apis.responses.protocol import ResponsesBody
 from tetrad.server.service import Service
 from tetrad.server.stream.blocks import Block, BlockEvent, BlockReader
 from tetrad.server.stream.choices import Choice, Deltas, generate

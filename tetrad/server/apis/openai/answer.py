@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
-from tetrad.server.protocol import OpenAIBody
+from tetrad.server.apis.openai.protocol import OpenAIBody
+from tetrad.server.apis.openai.usage import usage
 from tetrad.server.service import Service
 from tetrad.server.stream.choices import Choice, pieces
 from tetrad.server.stream.push import Outlet, Renderer
 from tetrad.server.stream.session import ChoiceFinish
-from tetrad.server.usage import usage
 from tetrad.server.wire.encoding import event
 
 B = TypeVar("B", bound=OpenAIBody)

@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from tetrad.core.errors import RequestError
 from tetrad.core.request import SamplingParams
+from tetrad.server.apis.native.protocol import GenerateBody, NativeSampling
 from tetrad.server.bodies.constraints import grammar_of
 from tetrad.server.bodies.read import read_body
 from tetrad.server.bodies.sampling import AnswerLimits, sampling_params, stop_strings
-from tetrad.server.native_protocol import GenerateBody, NativeSampling
 from tetrad.server.service import Service
 from tetrad.server.stream.answers import EventStream, LaterJson
 from tetrad.server.stream.choices import (
