@@ -14,7 +14,7 @@ from tests.server.fake_engine import FakeEngine
 from tetrad.core.config import ServeConfig
 from tetrad.data import embedded_model
 from tetrad.server.app import build_app
-from tetrad.server.http import HttpServer
+from tetrad.server.http.server import HttpServer
 from tetrad.server.model import ServedModel
 from tetrad.server.service import Service
 from tetrad.server.text.tokenizer import Tokenizer

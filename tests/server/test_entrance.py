@@ -20,10 +20,10 @@ import pytest
 
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
-from tetrad.server import entrance
-from tetrad.server import http as server_http
-from tetrad.server.entrance import Entrance, Turnstile, is_probe
-from tetrad.server.http import HttpServer
+from tetrad.server.http import entrance
+from tetrad.server.http import server as server_http
+from tetrad.server.http.entrance import Entrance, Turnstile, is_probe
+from tetrad.server.http.server import HttpServer
 from tetrad.server.service import Service
 from tetrad.server.wire import pace
 

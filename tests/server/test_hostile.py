@@ -18,11 +18,11 @@ from uvicorn.server import ServerState
 
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, saying
-from tetrad.server import connections
 from tetrad.server.app import build_app
 from tetrad.server.bodies.weight import HELD
-from tetrad.server.connections import MAX_HEAD_BYTES, Connection
-from tetrad.server.entrance import Turnstile
+from tetrad.server.http import connections
+from tetrad.server.http.connections import MAX_HEAD_BYTES, Connection
+from tetrad.server.http.entrance import Turnstile
 from tetrad.server.service import Service
 
 GENERATE = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
@@ -303,7 +303,7 @@ async def test_what_is_no_request(connect: Connect, raw: bytes, monkeypatch):
 async def test_requests_with_bytes_changed(connect: Connect, monkeypatch):
     """Whatever becomes of a good request when some of it is lost, doubled or something else."""
     shorten(monkeypatch, HEAD_S=0.1, BODY_S=0.1, FIRST_BYTE_S=0.1, REST_S=0.1)
-    monkeypatch.setattr("tetrad.server.http.KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("tetrad.server.http.server.KEEP_ALIVE_S", 0.1)
     rng = random.Random(0)
     for _ in range(8):
         clients = [await connect() for _ in range(40)]

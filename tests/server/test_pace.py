@@ -23,8 +23,8 @@ from tests.server.fake_engine import FakeEngine, saying
 from tests.server.test_bad_input import json_values
 from tetrad.core.request import Request, RequestOutput
 from tetrad.server.apis.native import generate as native
-from tetrad.server.connections import Body
 from tetrad.server.door.arrival import Arrival, arrival, begin
+from tetrad.server.http.connections import Body
 from tetrad.server.model import MANY_TEXTS
 from tetrad.server.stream.answers import PART_BYTES, LaterJson
 from tetrad.server.stream.push import MOST_BYTES, ChoiceReader, Inbox, ShortWay

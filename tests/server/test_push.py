@@ -17,7 +17,7 @@ from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.test_chat import ANSWER, CALL, TOOLS
 from tetrad.core.request import Finish, Request
-from tetrad.server.connections import Body
+from tetrad.server.http.connections import Body
 from tetrad.server.service import Service
 from tetrad.server.text.tokenizer import Tokenizer
 

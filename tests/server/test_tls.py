@@ -24,7 +24,7 @@ from tests.server.test_access import bearer
 from tetrad.cli.child import free_port
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
-from tetrad.server.http import HttpServer, check_tls
+from tetrad.server.http.server import HttpServer, check_tls
 
 
 @dataclass(frozen=True)

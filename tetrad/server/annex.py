@@ -25,8 +25,8 @@ from starlette.types import Message, Scope
 
 from tetrad.engine.client import private_folder
 from tetrad.server.app import build_app
-from tetrad.server.frames import Ask, Head, Line, Piece, Ready, Start
-from tetrad.server.http import LAST_BYTES_S
+from tetrad.server.http.frames import Ask, Head, Line, Piece, Ready, Start
+from tetrad.server.http.server import LAST_BYTES_S
 from tetrad.server.requests import BEGAN_AT
 from tetrad.server.service import Service
 from tetrad.server.shared.beat import beat

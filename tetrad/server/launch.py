@@ -40,7 +40,7 @@ from tetrad.server import annex
 from tetrad.server.console import Console
 from tetrad.server.descriptors import allow_connections, why_few
 from tetrad.server.engine_port import StartedEngine
-from tetrad.server.http import HttpServer, check_tls
+from tetrad.server.http.server import HttpServer, check_tls
 from tetrad.server.model import ServedModel, model_name
 from tetrad.server.service import Service
 from tetrad.server.shared.shelf import Shelf

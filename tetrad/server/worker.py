@@ -29,7 +29,7 @@ from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S, show_stacks_when_as
 from tetrad.engine.link import EngineLink
 from tetrad.server.annex import AnnexServer
 from tetrad.server.console import Console
-from tetrad.server.http import HttpServer
+from tetrad.server.http.server import HttpServer
 from tetrad.server.model import ServedModel
 from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, orders
 from tetrad.server.service import Service

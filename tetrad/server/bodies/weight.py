@@ -16,7 +16,7 @@ from tetrad.server.wire.pace import beside
 LIGHT_BYTES = 1 << 15
 """So short a text cannot hold too much."""
 LARGE_BYTES = 1 << 17
-"""A longer body is read by a process of its own (`handover`), where there is one."""
+"""A longer body is read by a process of its own (`http/handover.py`), where there is one."""
 MAX_NESTS = 1 << 13
 """Objects and lists of one body: 0.03 s."""
 MAX_VALUES = 1 << 19

@@ -15,9 +15,9 @@ import uvicorn
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError, unreadable
 from tetrad.server.app import build_app
-from tetrad.server.connections import Connection
-from tetrad.server.entrance import EXITS_A_TURN, REQUESTS_A_TURN, Entrance, Turnstile
-from tetrad.server.handover import HandOver
+from tetrad.server.http.connections import Connection
+from tetrad.server.http.entrance import EXITS_A_TURN, REQUESTS_A_TURN, Entrance, Turnstile
+from tetrad.server.http.handover import HandOver
 from tetrad.server.service import Service
 from tetrad.server.shared.beat import beat
 

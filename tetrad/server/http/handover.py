@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tetrad.core.errors import CapacityError, TetradError
 from tetrad.server.bodies.weight import LARGE_BYTES
-from tetrad.server.frames import Ask, Gone, Head, Line, Piece, Start
+from tetrad.server.http.frames import Ask, Gone, Head, Line, Piece, Start
 from tetrad.server.requests import BEGAN_AT, RequestDoor
 from tetrad.server.service import Service
 from tetrad.server.wire.failures import path_of, response_of

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from tetrad.server.entrance import Turnstile, is_probe
+from tetrad.server.http.entrance import Turnstile, is_probe
 from tetrad.server.stream.push import BODY
 from tetrad.server.wire.encoding import json_bytes
 from tetrad.server.wire.failures import error_body

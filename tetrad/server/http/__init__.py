@@ -1,0 +1,1 @@
+"""Connections: how they come in, are read, and are handed over."""
