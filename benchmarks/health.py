@@ -85,7 +85,9 @@ def probe(port: int, is_over: Callable[[], bool], period_s: float = PROBE_PERIOD
 def cpu(server: subprocess.Popen[bytes]) -> float:
     """Seconds of processors that the API processes have used."""
     first = psutil.Process(server.pid)
-    others = [child for child in first.children() if "tetrad.server.worker" in child.cmdline()]
+    others = [
+        child for child in first.children() if "tetrad.server.process.worker" in child.cmdline()
+    ]
     times = [process.cpu_times() for process in (first, *others)]
     return sum(each.user + each.system for each in times)
 

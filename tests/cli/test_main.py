@@ -175,7 +175,7 @@ def test_serve_gets_its_configuration(tetrad, monkeypatch):
         seen.append(config)
         return 3
 
-    monkeypatch.setattr("tetrad.server.launch.run", run)
+    monkeypatch.setattr("tetrad.server.process.launch.run", run)
     arguments = ["model", "--tp-size=1", "--port", "7", "--disable-radix-cache"]
     assert tetrad("serve", *arguments)[0] == 3
     monkeypatch.setenv("TETRAD_API_KEY", "secret")
@@ -247,7 +247,7 @@ def test_errors_of_ours_are_told_and_have_their_exit_code(error, code: int, tetr
     def fail(config):
         raise error
 
-    monkeypatch.setattr("tetrad.server.launch.run", fail)
+    monkeypatch.setattr("tetrad.server.process.launch.run", fail)
     assert tetrad("serve") == (code, "", "error: said\n")
 
 
@@ -258,9 +258,9 @@ def test_a_bug_keeps_its_traceback_and_ctrl_c_is_130(tetrad, monkeypatch):
     def broken(config):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("tetrad.server.launch.run", interrupted)
+    monkeypatch.setattr("tetrad.server.process.launch.run", interrupted)
     assert tetrad("serve") == (130, "", "")
-    monkeypatch.setattr("tetrad.server.launch.run", broken)
+    monkeypatch.setattr("tetrad.server.process.launch.run", broken)
     with pytest.raises(ZeroDivisionError):
         tetrad("serve")
 
@@ -268,7 +268,7 @@ def test_a_bug_keeps_its_traceback_and_ctrl_c_is_130(tetrad, monkeypatch):
 def test_a_reader_that_leaves_is_no_error():
     """As in `tetrad doctor --json | head -1`, where head closes the pipe early."""
     script = (
-        "import sys\nimport tetrad.server.launch as launch\n"
+        "import sys\nimport tetrad.server.process.launch as launch\n"
         "launch.run = lambda config: [print('x' * 100) for _ in range(10000)] and 0\n"
         "from tetrad.cli.main import main\nsys.argv = ['tetrad', 'serve']\nsys.exit(main())"
     )

@@ -92,7 +92,9 @@ def metrics(server: Served) -> dict[str, float]:
 def workers(server: Served) -> list[psutil.Process]:
     """Further processes that take connections."""
     found = {p: words_of(p) for p in family(server)}
-    return [p for p, w in found.items() if "tetrad.server.worker" in w and "--annex" not in w]
+    return [
+        p for p, w in found.items() if "tetrad.server.process.worker" in w and "--annex" not in w
+    ]
 
 
 def annex(server: Served) -> psutil.Process | None:

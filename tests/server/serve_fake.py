@@ -1,4 +1,4 @@
-"""`tetrad.server.launch.run` with a fake engine, as a process of its own: tests signal it.
+"""`tetrad.server.process.launch.run` with a fake engine, as a process of its own: tests signal it.
 
 Arguments: configuration as JSON, and what the engine does ("normal", "slow to load", "refuses",
 "dies", "sticks", "endless").
@@ -16,7 +16,7 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError
 from tetrad.core.messages import EngineProgress
 from tetrad.core.request import Request
-from tetrad.server.launch import run
+from tetrad.server.process.launch import run
 
 
 async def start(config: ServeConfig, on_progress: Callable[[EngineProgress], None]) -> FakeEngine:

@@ -18,18 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, saying
 from tetrad.core.config import ServeConfig
-from tetrad.server import annex
-from tetrad.server.annex import PIECE_BYTES, AnnexServer, listening
 from tetrad.server.app import build_app
 from tetrad.server.bodies.weight import HELD, LARGE_BYTES
 from tetrad.server.http import handover
 from tetrad.server.http.frames import Ask, Frame, Gone, Line, Piece, Ready, Start
 from tetrad.server.http.handover import HandOver
 from tetrad.server.model import ServedModel
+from tetrad.server.process import annex
+from tetrad.server.process.annex import PIECE_BYTES, AnnexServer, listening
+from tetrad.server.process.worker import Worker
 from tetrad.server.requests import BEGAN_AT
 from tetrad.server.service import Service
 from tetrad.server.shared.tally import IS_SERVING
-from tetrad.server.worker import Worker
 
 FILL = b" " * LARGE_BYTES
 GENERATE = {"text": "3", "sampling_params": {"max_new_tokens": 6}, "rid": "r"}

@@ -23,13 +23,13 @@ import pytest
 from tests.house.source import ROOT
 from tetrad.core.hardware import has_nvidia_driver
 from tetrad.data import embedded_model, model_folder
-from tetrad.server.launch import SAME_SIGNAL_S
+from tetrad.server.process.launch import SAME_SIGNAL_S
 
 LIMITED = """
 import resource, sys
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from tetrad.server.descriptors import allow_connections
+from tetrad.server.process.descriptors import allow_connections
 allow_connections()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)
 """

@@ -26,7 +26,7 @@ from tests.server.test_access import bearer
 from tests.server.test_launch import serving
 from tetrad.core.config import ServeConfig
 from tetrad.core.messages import EngineProgress
-from tetrad.server.console import Console, _held
+from tetrad.server.process.console import Console, _held
 from tetrad.server.telemetry.reporter import set_up_access_log
 
 CHAT = "/v1/chat/completions"

@@ -15,8 +15,8 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import CheckpointError
 from tetrad.server.bodies.fields import SamplingFields
 from tetrad.server.bodies.sampling import AnswerLimits, SamplingDefaults, sampling_params
-from tetrad.server.console import Console
 from tetrad.server.model import ServedModel
+from tetrad.server.process.console import Console
 
 LIMITS = AnswerLimits(max_new_tokens=1, min_new_tokens=0, num_logprobs=None, seed=None)
 

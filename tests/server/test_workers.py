@@ -14,10 +14,10 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import TetradError
 from tetrad.engine.share import usable_processors
 from tetrad.server.model import ServedModel
-from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line, orders
+from tetrad.server.process.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line, orders
+from tetrad.server.process.workers import ApiWorkers, automatic
 from tetrad.server.service import Service
 from tetrad.server.shared.tally import Tally
-from tetrad.server.workers import ApiWorkers, automatic
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tetrad.core.config import ServeConfig
 
 def _serve(config: ServeConfig) -> int:
     """Run the server until it is told to end; returns its exit code."""
-    from tetrad.server.launch import run
+    from tetrad.server.process.launch import run
 
     return run(config)
 

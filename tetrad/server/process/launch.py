@@ -36,17 +36,17 @@ from tetrad.core.stacks import show_stacks_when_asked
 from tetrad.data import NAME, PACKAGED, model_folder
 from tetrad.engine.client import EngineClient
 from tetrad.engine.share import usable_processors
-from tetrad.server import annex
-from tetrad.server.console import Console
-from tetrad.server.descriptors import allow_connections, why_few
 from tetrad.server.engine_port import StartedEngine
 from tetrad.server.http.server import HttpServer, check_tls
 from tetrad.server.model import ServedModel, model_name
+from tetrad.server.process import annex
+from tetrad.server.process.console import Console
+from tetrad.server.process.descriptors import allow_connections, why_few
+from tetrad.server.process.workers import ApiWorkers, automatic
 from tetrad.server.service import Service
 from tetrad.server.shared.shelf import Shelf
 from tetrad.server.shared.tally import IS_SERVING, Tally
 from tetrad.server.telemetry.logs import set_up_logging
-from tetrad.server.workers import ApiWorkers, automatic
 
 POLL_S = 0.1
 BACKLOG = 2048

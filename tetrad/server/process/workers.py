@@ -24,7 +24,7 @@ from tetrad.core.messages import FIRST_WORKER
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S
 from tetrad.engine.child import environment
 from tetrad.server.engine_port import StartedEngine
-from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line
+from tetrad.server.process.orders import Begin, BeReady, Drain, End, Fail, Join, Order, line
 from tetrad.server.service import Service
 from tetrad.server.shared.beat import BEAT_S, MOST_LOST_STARTS, Watch, stopped_s
 from tetrad.server.shared.tally import IS_SERVING
@@ -197,7 +197,8 @@ class ApiWorkers:
         annex = self._annex if number == self._annex_number else None
         with _another(self._listener) if annex is None else annex.dup() as listener:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "tetrad.server.worker", "--number", str(number)),
+                *(sys.executable, "-P", "-m", "tetrad.server.process.worker"),
+                *("--number", str(number)),
                 *("--tally", str(tally.file), "--shelf", str(kept)),
                 *("--listener", str(listener.fileno()), *(("--annex",) if annex else ())),
                 env=environment(),

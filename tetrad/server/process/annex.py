@@ -1,10 +1,10 @@
 """The API process that reads large bodies, and the socket at which others hand them over.
 
 To validate 30 MB takes a third of a second in which nothing else of a process runs. So the process
-that took a request with such a body does not read it (`handover`): this one does, by the very same
-application, and whoever asks the others how the server is waits for none of it.
+that took a request with such a body does not read it (`http/handover.py`): this one does, by the
+very same application, and whoever asks the others how the server is waits for none of it.
 
-    client ── API process ── Unix socket, `frames` ── annex ── engine
+    client ── API process ── Unix socket, `http/frames` ── annex ── engine
 
 It is started, watched and ended like every other, with two differences: it takes no connections
 from clients, and nobody waits for it when the server starts. Its listening socket belongs to the

@@ -1,4 +1,4 @@
-"""A further API process: `python -m tetrad.server.worker --number N --tally FD --shelf FD
+"""A further API process: `python -m tetrad.server.process.worker --number N --tally FD --shelf FD
 --listener FD`, or with `--annex` the one that reads large bodies.
 
 Started by `workers.ApiWorkers` with a pipe as standard input, by which it is told what to do. When
@@ -27,11 +27,11 @@ from tetrad.core.config import ServeConfig
 from tetrad.core.errors import EngineDiedError, TetradError
 from tetrad.core.stacks import STACKS_SIGNAL, STACKS_WAIT_S, show_stacks_when_asked
 from tetrad.engine.link import EngineLink
-from tetrad.server.annex import AnnexServer
-from tetrad.server.console import Console
 from tetrad.server.http.server import HttpServer
 from tetrad.server.model import ServedModel
-from tetrad.server.orders import Begin, BeReady, Drain, End, Fail, Join, Order, orders
+from tetrad.server.process.annex import AnnexServer
+from tetrad.server.process.console import Console
+from tetrad.server.process.orders import Begin, BeReady, Drain, End, Fail, Join, Order, orders
 from tetrad.server.service import Service
 from tetrad.server.shared.beat import BEAT_S, Watch, stopped_s
 from tetrad.server.shared.shelf import Shelf
@@ -136,7 +136,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     show_stacks_when_asked()
-    parser = argparse.ArgumentParser(prog="tetrad.server.worker")
+    parser = argparse.ArgumentParser(prog="tetrad.server.process.worker")
     parser.add_argument("--number", required=True, type=int)
     parser.add_argument("--tally", required=True, type=int, metavar="DESCRIPTOR")
     parser.add_argument("--shelf", required=True, type=int, metavar="DESCRIPTOR")
