@@ -59,6 +59,11 @@ TORCH_FREE_ENGINE = {
     "wire",
     "work",
 }
+SERVER_ORDER = (
+    *("shared", "text", "parsers", "wire", "engine_port", "door", "bodies", "telemetry", "model"),
+    *("service", "stream", "apis", "requests", "app", "http", "process"),
+)
+"""The folders and files of `server`. Each may import those before it."""
 STANDARD = set(sys.stdlib_module_names)
 
 
@@ -108,6 +113,26 @@ def test_no_import_runs_back_up():
         and target != home
         and target not in may_import(i.path)
         and not (home == COSTS and is_contract(i.module))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def server_part(module: str) -> int | None:
+    """Where a module stands in the order of `server`; None outside of it."""
+    parts = module.split(".")
+    is_part = parts[1:2] == ["server"] and len(parts) > 2
+    return SERVER_ORDER.index(parts[2]) if is_part else None
+
+
+def test_the_server_s_parts_import_one_way():
+    found = {p.relative_to(PACKAGE / "server").parts[0] for p in python_files(PACKAGE / "server")}
+    assert {name.removesuffix(".py") for name in found} == {*SERVER_ORDER, "__init__"}
+    wrong = [
+        str(i)
+        for i in tetrad_imports()
+        if (home := server_part(module_name(i.path))) is not None
+        and (target := server_part(i.module)) is not None
+        and target > home
     ]
     assert not wrong, "\n".join(wrong)
 
