@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.apis.test_about import connect, samples
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, Step, saying
-from tests.server.test_about import connect, samples
 from tetrad.core.errors import EngineDiedError, RequestError
 from tetrad.core.request import Finish, Request
 from tetrad.server.stream import choices

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from tests.server.apis.test_about import connect, samples
 from tests.server.conftest import MakeService, until
+from tests.server.door.test_access import FILE, bearer
 from tests.server.fake_engine import FakeEngine, Step
-from tests.server.test_about import connect, samples
-from tests.server.test_access import FILE, bearer
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.core.messages import LogSettings, Reply

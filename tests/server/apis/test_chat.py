@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.apis.test_about import connect
 from tests.server.conftest import MakeService
 from tests.server.fake_engine import EOS, FakeEngine, Step, saying
 from tests.server.sse import events
-from tests.server.test_about import connect
 from tetrad.core.request import Finish
 from tetrad.server.service import Service
 from tetrad.server.text.chat_template import ChatTemplate

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.apis.test_about import connect
 from tests.server.conftest import MakeService, until
 from tests.server.fake_engine import FakeEngine, Step, saying
 from tests.server.sse import named_events
 from tests.server.test_aborts import aborted
-from tests.server.test_about import connect
 from tetrad.core.request import Finish
 from tetrad.server.apis.responses import routes as responses
 from tetrad.server.app import build_app

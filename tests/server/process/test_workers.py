@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_launch import serving
+from tests.server.process.test_launch import serving
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import TetradError
 from tetrad.engine.share import usable_processors

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
+from tests.server.apis.test_about import connect
 from tests.server.conftest import MakeService
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_about import connect
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError
 from tetrad.server.app import ROUTES, build_app

@@ -19,11 +19,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.house.source import ROOT
+from tests.server.apis.test_about import connect
 from tests.server.conftest import MakeService, until
+from tests.server.door.test_access import bearer
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_about import connect
-from tests.server.test_access import bearer
-from tests.server.test_launch import serving
+from tests.server.process.test_launch import serving
 from tetrad.core.config import ServeConfig
 from tetrad.core.messages import EngineProgress
 from tetrad.server.process.console import Console, _held

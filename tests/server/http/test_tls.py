@@ -20,7 +20,7 @@ import trustme
 
 from tests.house.source import ROOT
 from tests.server.conftest import MakeService
-from tests.server.test_access import bearer
+from tests.server.door.test_access import bearer
 from tetrad.cli.child import free_port
 from tetrad.core.config import ServeConfig
 from tetrad.core.errors import ConfigError

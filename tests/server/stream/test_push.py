@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.server.apis.test_chat import ANSWER, CALL, TOOLS
 from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine, Step, saying
-from tests.server.test_chat import ANSWER, CALL, TOOLS
 from tetrad.core.request import Finish, Request
 from tetrad.server.http.connections import Body
 from tetrad.server.service import Service
