@@ -54,10 +54,12 @@ class Rows:
         self._lasting = numbers[6:]  # as they end `Stays`
         self.num_prompt, self.most_tokens, _, _, self.serial, _, _ = self._lasting
         self.num_pages: Ints = np.zeros(num_rows, np.int64)
+        self._num_pages = self.num_pages.data
         self.sampled_row: Ints = np.zeros(num_rows, np.int64)
         """Row of the last step's result."""
         self.seeds = np.zeros(num_rows, np.uint64)
         self.rules = np.zeros((3, num_rows), np.float32)
+        self._seeds, self._rules = self.seeds.data, self.rules.reshape(-1).data
         self.recent = np.zeros((num_rows, PAGE_TOKENS), np.int32)
         """The token at position p stands in column p & IN_PAGE, see `Sequence.token_ids`."""
         self._recent = self.recent.reshape(-1)
@@ -92,19 +94,21 @@ class Rows:
                 sequence.request.worker,
             ),
         )
-        self.rules[0, row], self.rules[1, row], self.rules[2, row] = temperature, top_p, min_p
-        self.seeds[row] = sequence.seed & SEED_MASK
+        rules, size = self._rules, len(self.sequences)
+        rules[row], rules[row + size], rules[row + 2 * size] = temperature, top_p, min_p
+        self._seeds[row] = sequence.seed & SEED_MASK
         self.sequences[row] = sequence
         sequence.settle(its_numbers[:3], self._newest[row * PAGE_TOKENS : (row + 1) * PAGE_TOKENS])
-        pages, sequence.pages = sequence.pages, ()
-        self.add_pages(sequence, pages)
+        num_pages = self._num_pages[row] = len(sequence.pages)
+        self._make_room(num_pages)
+        self.pages[row, :num_pages] = array("i", sequence.pages)
 
     def leave(self, sequence: Sequence) -> tuple[int, ...]:
         """It does not run any more; returns the pages to give back."""
         row, pages = sequence.row, sequence.pages
         sequence.unsettle()
         self.pages[row, : len(pages)] = 0
-        self.num_pages[row] = self.serial[row] = 0
+        self._num_pages[row] = self.serial[row] = 0
         self.sequences[row] = None
         self._free.append(row)
         self._stays = self._nobody  # whose sequences would live on until others decode
@@ -141,7 +145,10 @@ class Rows:
     def add_tokens(self, rows: Ints, token_ids: Ints) -> Ints:
         """One that was pending is known now for each of `rows`; returns how many are."""
         places: Ints = self.known.take(rows)
-        self._recent[rows * PAGE_TOKENS + (places & IN_PAGE)] = token_ids.astype(np.int32)
+        cells = rows * PAGE_TOKENS
+        cells += places & IN_PAGE
+        its = token_ids.astype(np.int32)
+        self._recent[cells] = its
         places += 1
         self.known[rows] = places
         return places

@@ -24,6 +24,7 @@ class Running:
         self._order = array("q")
         """Row of each, in order."""
         self._ends: Ints = np.zeros(max(limits.vocab, *limits.eos_ids, 0) + 1, np.int64)
+        self._end_counts = self._ends.data
         """By token id: how many of them it ends."""
         self._with_history: set[Sequence] = set()
         self.most_pages = 0
@@ -62,7 +63,7 @@ class Running:
             index = bisect_left(self._order, sequence.place, key=self._place)
         self._order.insert(index, sequence.row)
         for token_id in sequence.end_ids:
-            self._ends[token_id] += 1
+            self._end_counts[token_id] += 1
         if sequence.needs_history:
             self._with_history.add(sequence)
         self.most_pages += pages_for(sequence.most_tokens)
@@ -76,7 +77,7 @@ class Running:
         for sequence in sequences:
             self.most_pages -= pages_for(sequence.most_tokens)
             for token_id in sequence.end_ids:
-                self._ends[token_id] -= 1
+                self._end_counts[token_id] -= 1
         return [self.rows.leave(sequence) for sequence in sequences]
 
     def below(self, priority: int) -> list[Sequence]:

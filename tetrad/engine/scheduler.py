@@ -87,7 +87,8 @@ class Scheduler(Ledger):
             total = table.total.take(rows)
             is_left = total < table.most_tokens.take(rows)
             rows, total = rows[is_left], total[is_left]
-            if all(map(self._has_pages, self._short_of_pages(rows, total))):
+            is_short = table.is_short_of_pages(rows, total)
+            if all(map(self._has_pages, self._short_of_pages(rows[is_short], total[is_short]))):
                 behind = total - table.computed.take(rows)
                 self._plan(step, rows, total, behind, np.ones_like(rows))
         return self._commit(step)
@@ -107,15 +108,16 @@ class Scheduler(Ledger):
         behind[total >= table.most_tokens.take(rows)] = 0
         if behind.sum() > budget:
             granted = np.clip(budget - (behind.cumsum() - behind), 0, behind)
-        is_due = granted > 0
-        for sequence in self._short_of_pages(rows[is_due], total[is_due]):
+        is_short = table.is_short_of_pages(rows, total) & (granted > 0)
+        for sequence in self._short_of_pages(rows[is_short], total[is_short]):
             while sequence.pages and not self._has_pages(sequence):
                 self._preempt_last()
                 self.counters.preemptions += 1
                 self.forecast.set_back()
-        count = len(running)
-        self._plan(step, rows[:count], total[:count], behind[:count], granted[:count])
-        return budget - int(granted[:count].sum())
+        if (count := len(running)) < len(rows):
+            rows, total, behind, granted = (x[:count] for x in (rows, total, behind, granted))
+        self._plan(step, rows, total, behind, granted)
+        return budget - int(granted.sum())
 
     def _plan(
         self, step: PlannedStep, rows: Ints, total: Ints, behind: Ints, granted: Ints
@@ -123,21 +125,21 @@ class Scheduler(Ledger):
         """Let each of `rows` compute as many tokens as it is granted; of `total` it is `behind` as
         many, or more. Those of which there is nothing to say but that they decode come first."""
         table = self.running.rows
-        is_plain = (granted == 1) & (behind == 1) & (total >= table.plain_from.take(rows))
+        is_plain = (behind == 1) & (total >= table.plain_from.take(rows))
+        if granted is not behind:
+            is_plain &= granted == 1
         step.decode(table, rows[is_plain])
         for index in ((granted > 0) & ~is_plain).nonzero()[0].tolist():
             step.add(table, table.sequences[rows[index]], int(granted[index]))
 
     def _short_of_pages(self, rows: Ints, num_tokens: Ints) -> list[Sequence]:
-        """Those of `rows` whose pages do not hold so many tokens. Before, each that is short gets a
-        page, if there are enough for all; then none is left of those that decode."""
+        """Those of `rows`, whose pages do not hold so many tokens, that still have too few once each
+        has got a page, if there are enough for all; then none is left of those that decode."""
         table = self.running.rows
-        is_short = table.is_short_of_pages(rows, num_tokens)
-        short, num_tokens = rows[is_short], num_tokens[is_short]
-        if 0 < len(short) <= self.cache.num_available:
-            table.add_page_each(short, self.cache.allocate(len(short)))
-            short = short[table.is_short_of_pages(short, num_tokens)]
-        found: list[Sequence] = table.sequences[short].tolist()
+        if 0 < len(rows) <= self.cache.num_available:
+            table.add_page_each(rows, self.cache.allocate(len(rows)))
+            rows = rows[table.is_short_of_pages(rows, num_tokens)]
+        found: list[Sequence] = table.sequences[rows].tolist()
         return found
 
     def _has_pages(self, sequence: Sequence) -> bool:
@@ -190,7 +192,9 @@ class Scheduler(Ledger):
             return None  # pending: preempted with a token on its way
         found = self._find_prefix(sequence)
         missing = pages_for(sequence.num_known) - len(found)
-        available = self.cache.num_available - self.cache.num_idle_among(found)
+        available = self.cache.num_available
+        if found:
+            available -= self.cache.num_idle_among(found)
         is_refused = (sequence, len(found)) == self._refused
         if missing + len(self.running) > available or (is_refused and self.running):
             return None
@@ -205,7 +209,8 @@ class Scheduler(Ledger):
     def _admit(self, sequence: Sequence, found: list[int]) -> None:
         """Give it pages for all known tokens, those found in the cache shared."""
         missing = pages_for(sequence.num_known) - len(found)
-        self.cache.share(found)
+        if found:
+            self.cache.share(found)
         sequence.pages = (*found, *self.cache.allocate(missing))
         sequence.num_kept = sequence.num_shared = len(found)
         num_cached = len(found) * PAGE_TOKENS
