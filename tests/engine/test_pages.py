@@ -69,7 +69,7 @@ def kept(cache: PrefixCache, *pages: int) -> list[int]:
     """Compute and keep a sequence, then end it. Returns its pages, idle now."""
     held = cache.allocate(len(pages))
     cache.keep(names_of(*pages), held, range(len(held)))
-    cache.release(held)
+    cache.release([held])
     cache.check([])
     return held
 
@@ -102,7 +102,7 @@ def test_use_makes_a_prefix_recent_again():
     first = kept(cache, 1)
     kept(cache, 2)
     cache.share(first)
-    cache.release(first)
+    cache.release([first])
     taken = cache.allocate(1)
     assert cache.find(names_of(1)) == first
     cache.check(taken)
@@ -121,7 +121,7 @@ def test_a_second_page_of_the_same_name_is_freed_with_its_sequence():
     held = cache.allocate(2)
     for page in held:
         cache.keep(names_of(1), [page], range(1))
-    cache.release(held)
+    cache.release([held])
     assert (cache.num_idle, cache.pool.num_free) == (1, 1)
     cache.check([])
 
@@ -133,7 +133,7 @@ def test_forget_takes_pages_out_but_not_away():
     cache.forget(pages)
     assert cache.find(names_of(1)) == []
     cache.check(pages)
-    cache.release(pages)
+    cache.release([pages])
     assert cache.pool.num_free == 2
 
 

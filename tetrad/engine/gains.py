@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from tetrad.core.plan import Ints, Objects, no_ints, no_objects
 from tetrad.core.request import RequestOutput
 from tetrad.engine.work import output_of
 
-Bools = npt.NDArray[np.bool_]
 ALL = slice(None)
 
 
@@ -30,7 +26,7 @@ class StepGain:
     """[n] `Request.worker`,"""
     sequences: Objects = field(default_factory=no_objects)
     """[m] of whom `plain` picks who that is: looked up when somebody asks."""
-    plain: slice | Bools = field(default_factory=lambda: ALL)
+    plain: slice | Ints = field(default_factory=lambda: ALL)
 
     def __len__(self) -> int:
         return len(self.token_ids) + len(self.outputs)

@@ -119,6 +119,10 @@ class StaticInputs:
         self._longs = torch.zeros(4 * size + 2 + (size + 1) // 2, dtype=torch.int64, device=device)
         """Token ids, positions, slots and sources, see `put_sampled`; how many are no padding and a
         number that aligns what follows; then `kv_lens`."""
+        self._host = np.zeros(self._longs.shape, np.int64)
+        """The same; it is filled anew when what it held is in pinned memory already."""
+        self._padding = np.array([[0], [0], [scratch_page * PAGE_TOKENS], [0]])
+        """What each row of `_longs` has for rows that are padding."""
         self._kv_lens = self._longs[4 * size + 2 :].view(torch.int32)[:size].fill_(1)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(size, device=device)
@@ -145,11 +149,12 @@ class StaticInputs:
     def fill(self, plan: StepPlan, sampled: Tensor = NOTHING) -> None:
         """Write a step of single tokens, at most B of them. `sampled`: see `as_read`."""
         columns, count, size = Columns.of(plan), plan.num_rows, self.size
-        longs = np.zeros(self._longs.shape, np.int64)
-        token_ids, positions, slots, sources = longs[: 4 * size].reshape(4, size)
-        columns.read(token_ids[:count], sources[:count])
-        columns.place(positions[:count], slots[:count])
-        slots[count:] = self._scratch_page * PAGE_TOKENS
+        longs = self._host
+        by_token = longs[: 4 * size].reshape(4, size)
+        token_ids, positions, slots, sources = by_token[:, :count]
+        columns.read(token_ids, sources)
+        columns.place(positions, slots)
+        by_token[:, count:] = self._padding
         longs[4 * size] = count
         kv_lens = longs[4 * size + 2 :].view(np.int32)
         kv_lens[:count], kv_lens[count:] = columns.kv_lens, 1
@@ -174,7 +179,7 @@ def build(plan: StepPlan, device: torch.device, sampled: Tensor = NOTHING) -> Fo
     num_cells = -(-table.size // ALIGNED) * ALIGNED
     lens = (num_tokens, num_tokens, num_tokens, first + len(rows), num_pending)
     num_longs = -(-sum(lens) // ALIGNED) * ALIGNED
-    longs = np.zeros(num_longs + (num_cells + 2 * size + 2) // 2, np.int64)
+    longs = np.empty(num_longs + (num_cells + 2 * size + 2) // 2, np.int64)
     token_ids, positions, slots = longs[: 3 * num_tokens].reshape(3, num_tokens)
     logit_rows, sources = longs[3 * num_tokens :][: lens[3]], longs[sum(lens[:4]) : sum(lens)]
     columns.read(token_ids, sources)
@@ -183,6 +188,7 @@ def build(plan: StepPlan, device: torch.device, sampled: Tensor = NOTHING) -> Fo
     logit_rows -= 1
     ints = longs[num_longs:].view(np.int32)
     ints[: table.size] = table.reshape(-1)
+    ints[num_cells] = 0
     ints[num_cells + 1 : num_cells + size + 1] = columns.ends
     ints[num_cells + size + 1 : num_cells + 2 * size + 1] = columns.kv_lens
     moved = to_device(torch.from_numpy(longs), device)

@@ -212,8 +212,7 @@ class Ledger:
     def _preempt_last(self) -> None:
         sequence = self.running.last
         sequence.set_back()
-        (pages,) = self.running.remove([sequence])
-        self.cache.release(pages)
+        self.cache.release(self.running.remove([sequence]))
         sequence.num_preemptions += 1
         self._refused = self._outlook = None
         self.waiting.put_back(sequence)
@@ -222,33 +221,41 @@ class Ledger:
         """One sampled token for each of a step's decodes. Only those are looked at singly of which
         something else is new, or whose row is another's by now."""
         table, stays, starts = self.running.rows, step.stays, step.decodes.starts
-        is_usual = (table.serial.take(stays.rows) == stays.serials) & (token_ids >= 0)
-        gain = StepGain()
-        unusual = (~is_usual).nonzero()[0].tolist()
+        is_usual = table.serial.take(stays.rows) == stays.serials
+        is_usual &= token_ids >= 0
+        outputs: list[RequestOutput] = []
+        unusual = [] if is_usual.all() else (~is_usual).nonzero()[0].tolist()
         for index in unusual:
             if self._lives(sequence := stays.sequences[index]):
                 read = int(starts[index]) + 1, step.decodes.pages(index)
-                gain.outputs.append(self._take(sequence, *read, int(token_ids[index]), None))
-        # before the next token takes the place of the page's first
-        for index in (is_usual & (starts & IN_PAGE == IN_PAGE)).nonzero()[0].tolist():
-            self._keep_full_pages(stays.sequences[index], int(starts[index]) + 1)
+                outputs.append(self._take(sequence, *read, int(token_ids[index]), None))
         usual = is_usual if unusual else ALL
+        fills = starts & IN_PAGE == IN_PAGE
+        # before the next token takes the place of the page's first
+        for index in (fills & is_usual if unusual else fills).nonzero()[0].tolist():
+            self._keep_full_pages(stays.sequences[index], int(starts[index]) + 1)
         known = table.add_tokens(stays.rows[usual], token_ids[usual])
         self.counters.generated_tokens += len(token_ids) - len(unusual)
         if unusual:
             known = table.known.take(stays.rows)
         is_first = known == stays.first_told
-        is_new = is_first | self.running.may_end(token_ids) | (known >= stays.most_tokens)
-        is_plain = is_usual & ~is_new
-        plain = ALL if is_plain.all() else is_plain
-        gain.sequences, gain.plain, gain.token_ids = stays.sequences, plain, token_ids[plain]
-        gain.numbers, gain.workers = stays.numbers[plain], stays.workers[plain]
-        for index in (is_new & is_usual).nonzero()[0].tolist():
+        is_new = is_first | self.running.may_end(token_ids)
+        is_new |= known >= stays.most_tokens
+        for index in (is_new & is_usual if unusual else is_new).nonzero()[0].tolist():
             sequence = stays.sequences[index]
             if is_first[index]:
                 self._keep_full_pages(sequence, int(starts[index]) + 1)
-            gain.outputs.append(self._told(sequence, int(token_ids[index]), None))
-        return gain
+            outputs.append(self._told(sequence, int(token_ids[index]), None))
+        is_plain = is_usual & ~is_new
+        plain = ALL if is_plain.all() else is_plain.nonzero()[0]
+        return StepGain(
+            outputs=outputs,
+            token_ids=token_ids[plain],
+            numbers=stays.numbers[plain],
+            workers=stays.workers[plain],
+            sequences=stays.sequences,
+            plain=plain,
+        )
 
     def _take(
         self,
@@ -313,5 +320,4 @@ class Ledger:
             self._own_rids.remove(sequence.request.own_rid)
             if not sequence.pages:
                 self.waiting.remove(sequence)
-        for pages in self.running.remove([s for s in sequences if s.pages]):
-            self.cache.release(pages)
+        self.cache.release(self.running.remove([s for s in sequences if s.pages]))

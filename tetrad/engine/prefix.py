@@ -100,11 +100,12 @@ class PrefixCache:
                 kept.append(page)
         self.pool.retain(kept)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Give back one sequence's pages; those the cache keeps become idle."""
-        for page in self.pool.release(reversed(pages)):
-            if self._name_of[page]:
-                self._idle[page] = None
+    def release(self, held: Iterable[Sequence[int]]) -> None:
+        """Give back all pages of some sequences; those the cache keeps become idle."""
+        name_of, idle = self._name_of, self._idle
+        for page in self.pool.release([page for pages in held for page in reversed(pages)]):
+            if name_of[page]:
+                idle[page] = None
 
     def forget(self, pages: Iterable[int]) -> None:
         """Drop pages whose content must not be trusted. Sequences that hold them keep them."""

@@ -59,7 +59,7 @@ class Rows:
         """Row of the last step's result."""
         self.seeds = np.zeros(num_rows, np.uint64)
         self.rules = np.zeros((3, num_rows), np.float32)
-        self._seeds, self._rules = self.seeds.data, self.rules.reshape(-1).data
+        self._seeds, self._rules = self.seeds.data, self.rules.reshape(-1).data.cast("B").cast("f")
         self.recent = np.zeros((num_rows, PAGE_TOKENS), np.int32)
         """The token at position p stands in column p & IN_PAGE, see `Sequence.token_ids`."""
         self._recent = self.recent.reshape(-1)
@@ -113,6 +113,11 @@ class Rows:
         self._free.append(row)
         self._stays = self._nobody  # whose sequences would live on until others decode
         return pages
+
+    def is_taken(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Which of them does somebody have?"""
+        found: npt.NDArray[np.bool_] = self.serial.take(rows) > 0
+        return found
 
     def add_pages(self, sequence: Sequence, pages: tuple[int, ...]) -> None:
         """Behind those it has."""

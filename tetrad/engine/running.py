@@ -70,15 +70,14 @@ class Running:
 
     def remove(self, sequences: Collection[Sequence]) -> list[tuple[int, ...]]:
         """Returns the pages to give back, of each."""
-        stays, order = np.ones(len(self.rows.sequences), np.bool_), self.order
-        stays[[sequence.row for sequence in sequences]] = False
-        self._order = array("q", order[stays.take(order)].tobytes())
         self._with_history.difference_update(sequences)
         for sequence in sequences:
             self.most_pages -= pages_for(sequence.most_tokens)
             for token_id in sequence.end_ids:
                 self._end_counts[token_id] -= 1
-        return [self.rows.leave(sequence) for sequence in sequences]
+        held, order = [self.rows.leave(sequence) for sequence in sequences], self.order
+        self._order = array("q", order[self.rows.is_taken(order)].tobytes())
+        return held
 
     def below(self, priority: int) -> list[Sequence]:
         """Those of a lower priority: the last ones."""

@@ -19,7 +19,7 @@ from tetrad.core.request import TokenLogprob
 from tetrad.core.step import SampleWork
 from tetrad.engine.grammars import Masks
 from tetrad.engine.masks import allow_only, mask_bits
-from tetrad.engine.sequence import SEED_MASK, sampling_rules
+from tetrad.engine.sequence import MIN_TEMPERATURE, SEED_MASK, sampling_rules
 from tetrad.engine.transfer import Fetch, to_device
 from tetrad.engine.uniforms import uniforms
 from tetrad.kernels.select import OpSet
@@ -89,10 +89,10 @@ class Sampler:
         return Draws(ids.where(is_finite, -1), top, counts)
 
     def _choose(self, logits: Tensor, decodes: Decodes, works: Sequence[SampleWork]) -> Tensor:
-        rules = [sampling_rules(work.params) for work in works]
-        if not decodes.rules[0].any() and not any(temperature for temperature, *_ in rules):
+        is_greedy = not any(work.params.temperature >= MIN_TEMPERATURE for work in works)
+        if is_greedy and not decodes.rules[0].any():
             return self._sample_op(logits, None)
-        own = np.array(rules).reshape(-1, 4).T
+        own = np.array([sampling_rules(work.params) for work in works]).reshape(-1, 4).T
         numbers = np.empty((4, len(logits)), np.float32)
         numbers[:3, : len(decodes)] = decodes.rules
         numbers[:3, len(decodes) :] = own[:3]

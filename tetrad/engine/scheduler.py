@@ -133,8 +133,8 @@ class Scheduler(Ledger):
             step.add(table, table.sequences[rows[index]], int(granted[index]))
 
     def _short_of_pages(self, rows: Ints, num_tokens: Ints) -> list[Sequence]:
-        """Those of `rows`, whose pages do not hold so many tokens, that still have too few once each
-        has got a page, if there are enough for all; then none is left of those that decode."""
+        """Each of `rows` has pages for fewer tokens than it has. Give each one page, if there are
+        enough for all; returns those who need more, none of whom decodes then."""
         table = self.running.rows
         if 0 < len(rows) <= self.cache.num_available:
             table.add_page_each(rows, self.cache.allocate(len(rows)))
