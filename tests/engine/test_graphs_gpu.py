@@ -80,6 +80,7 @@ def test_tokens_are_those_of_a_runner_without_graphs(tmp_path: Path):
         assert tokens == theirs.launch(plan).wait().token_ids.tolist()
 
 
+@pytest.mark.alone
 def test_graphs_share_their_memory(tmp_path: Path):
     """Many sizes cost little more than the largest alone."""
     runner = recorded(tmp_path, tuple(range(1, 40)))

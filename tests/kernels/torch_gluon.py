@@ -1,6 +1,6 @@
 """Runs a Gluon kernel on torch, program by program: Gluon has no interpreter.
 
-Layouts are ignored, bf16 is not rounded, and copies are done when they are started: so it shows
+Layouts are ignored, nothing is rounded to 16 bits, and copies are done when they are started: so it shows
 wrong addresses, masks and sums, but no race. Warpgroups are threads, so that one which is not
 told of what it waits for waits in vain.
 """
@@ -176,7 +176,7 @@ def language(program: int) -> SimpleNamespace:
         return None
 
     return SimpleNamespace(
-        constexpr=object, bfloat16=EXACT, float32=torch.float32,
+        constexpr=object, bfloat16=EXACT, float16=EXACT, float32=torch.float32,
         pointer_type=lambda kind: STORED.get(kind, kind), broadcast=torch.broadcast_tensors,
         inline_asm_elementwise=fp8_numbers,
         uint8=torch.uint8, int32=torch.int32, int64=torch.int64,
@@ -250,4 +250,5 @@ def _plain_functions(names: dict[str, Any], program: int) -> dict[str, Any]:
     kernels = {name: value for name, value in found.items() if hasattr(value, "arg_names")}
     for name, value in kernels.items():
         found[name] = FunctionType(value.fn.__code__, found)
+    found["same_bits"] = lambda values, _kind: values  # nothing has as many bits
     return found

@@ -38,6 +38,7 @@ from tetrad.kernels.mla.gluon_parts import (
     place,
     positions,
     reach,
+    same_bits,
     seen_by,
     slots_of,
     store,
@@ -173,7 +174,9 @@ def _values(
     first_column,
     H: gl.constexpr, C: gl.constexpr, IS_SPLIT: gl.constexpr, BH: gl.constexpr,
 ):  # fmt: skip
-    """Sums of half the columns; a row that reads nothing gives zeros."""
+    """Sums of half the columns; a row that reads nothing gives zeros. Parts are fp16, which rounds
+    less than the result; what is too large for it becomes infinite, and is noticed."""
+    NUMBER: gl.constexpr = gl.float16 if IS_SPLIT else gl.bfloat16
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C // 4, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, VALUES)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -188,14 +191,14 @@ def _values(
         mbarrier.arrive(free.index(stage), count=1)
     mbarrier.wait(said.index(2), 0)
     acc = acc * notes.index(2).load(HEADS).expand_dims(1)
+    # Through shared memory, to write 16 bytes at a time: nobody needs the queries any more.
+    staging.store(same_bits(acc.to(NUMBER), gl.bfloat16))
+    barrier()
+    half = same_bits(staging.load(ROWS), NUMBER)
     if IS_SPLIT:
         if num_tiles > 0:
-            store(out, part, first_head, first_column, acc, H, C, C // 2, BH, VALUES)
+            store(out, part, first_head, first_column, half, H, C, C // 2, BH, ROWS)
     else:
-        # Through shared memory, to write 16 bytes at a time: nobody needs the queries any more.
-        staging.store(acc.to(gl.bfloat16))
-        barrier()
-        half = staging.load(ROWS)
         store(out, row, first_head, first_column, half, H, C, C // 2, BH, ROWS)
 
 
@@ -304,7 +307,7 @@ def attend(
     num_rows, num_heads, width = queries.shape
     num_sequences = len(ragged.page_table)
     topk = 0 if selected is None else selected.shape[1]
-    out, parts, log_sums = portable.outputs(queries, latent_rank, num_splits)
+    out, parts, log_sums = portable.outputs(queries, latent_rank, num_splits, torch.float16)
     assert pool.is_contiguous()
     attend_kernel[(num_rows * num_splits * cdiv(num_heads, WIDE.heads),)](
         queries.contiguous(),

@@ -76,6 +76,12 @@ def part_of(num_entries, split, num_splits, BT: gl.constexpr):
 
 
 @jit()
+def same_bits(values, KIND: gl.constexpr):
+    """As numbers of another type with as many bits."""
+    return values.to(KIND, bitcast=True)
+
+
+@jit()
 def store(
     out, row, first_head, first_column, values,
     H: gl.constexpr, C: gl.constexpr, COLUMNS: gl.constexpr, BH: gl.constexpr,

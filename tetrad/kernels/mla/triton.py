@@ -50,6 +50,8 @@ MIN_DOT = 16
 """The smallest edge of a product."""
 COMBINED_NUMBERS = 4096
 """How many numbers one program adds up."""
+WARP_BYTES = 32 * 16
+"""That a warp reads at once."""
 
 
 @jit()
@@ -235,7 +237,7 @@ def combine_kernel(
     weight = tl.exp2(log_sum - largest)
     total = tl.sum(weight, 0)
     mask = is_written[:, None] & (column < C)[None, :]
-    part = tl.load(parts + at[:, None] * C + column[None, :], mask=mask, other=0.0)
+    part = tl.load(parts + at[:, None] * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
     result = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     at = out + tl.program_id(0).to(tl.int64) * C + column
     chain.before_next()
@@ -258,7 +260,7 @@ def attend(
     topk = 0 if selected is None else selected.shape[1]
     # Without a selection nothing is read there.
     chosen = pool if selected is None else selected.contiguous()
-    out, parts, log_sums = outputs(queries, latent_rank, num_splits)
+    out, parts, log_sums = outputs(queries, latent_rank, num_splits, torch.float32)
     assert pool.is_contiguous()
     attend_kernel[(num_rows * num_splits * cdiv(num_heads, tile.heads),)](
         queries.contiguous(),
@@ -296,15 +298,17 @@ def attend(
     return out
 
 
-def outputs(queries: Tensor, latent_rank: int, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and what the first kernel writes: parts and the logarithms of their sums, or,
-    with one part, the result itself."""
+def outputs(
+    queries: Tensor, latent_rank: int, num_splits: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and what the first kernel writes: parts of a type and the logarithms of their
+    sums, or, with one part, the result itself."""
     num_rows, num_heads, _ = queries.shape
     out = queries.new_empty(num_rows, num_heads, latent_rank)
     if num_splits == 1:
         return out, out, out
     shape = (num_rows, num_splits, num_heads)
-    parts = queries.new_empty(*shape, latent_rank, dtype=torch.float32)
+    parts = queries.new_empty(*shape, latent_rank, dtype=dtype)
     return out, parts, queries.new_empty(*shape, dtype=torch.float32)
 
 
@@ -313,6 +317,9 @@ def combine(parts: Tensor, log_sums: Tensor, out: Tensor) -> None:
     num_rows, num_splits, num_heads, rank = parts.shape
     splits = next_power_of_2(num_splits)
     columns = min(next_power_of_2(rank), COMBINED_NUMBERS // splits)
+    # A thread reads 16 bytes of each part. With more threads they would share the parts, and add up
+    # in shared memory, which takes three times as long.
+    warps = max(1, columns * parts.element_size() // WARP_BYTES)
     combine_kernel[(num_rows * num_heads, cdiv(rank, columns))](
         parts,
         log_sums,
@@ -322,7 +329,7 @@ def combine(parts: Tensor, log_sums: Tensor, out: Tensor) -> None:
         C=rank,
         SPLITS_PADDED=splits,
         COLUMNS=columns,
-        num_warps=4,
+        num_warps=warps,
         **chain.options(),
     )
 
