@@ -1,7 +1,7 @@
 """Runs a Gluon kernel on torch, program by program: Gluon has no interpreter.
 
-Layouts are ignored, nothing is rounded to 16 bits, and copies are done when they are started: so it shows
-wrong addresses, masks and sums, but no race. Warpgroups are threads, so that one which is not
+Layouts are ignored, nothing is rounded to 16 bits, and copies are done when they are started: so it
+shows wrong addresses, masks and sums, but no race. Warpgroups are threads, so that one which is not
 told of what it waits for waits in vain.
 """
 
