@@ -322,7 +322,11 @@ def test_the_sampler_is_told_what_it_needs_and_no_more():
 @pytest.mark.parametrize(
     ("request_", "param", "sentence"),
     [
-        (make_request("r", 512), "prompt", "512 tokens but the context holds 512"),
+        (
+            make_request("r", 512),
+            "prompt",
+            "prompt is too long: 512 tokens > 511 maximum",
+        ),
         (make_request("r", 500, new=13), "max_tokens", "513 together, but the context holds 512"),
         (make_request("r", [VOCAB]), "prompt", f"token id {VOCAB}; the model's ids go from 0 to"),
         (make_request("r", [1, -1]), "prompt", "token id -1; the model's ids go from 0 to"),

@@ -530,3 +530,32 @@ async def test_any_conversation_is_never_a_500(
     body = {"input": items} if route == RESPONSES else {"messages": items, "max_tokens": 5}
     response = await client.post(route, content=json.dumps(body).encode())
     assert response.status_code in (200, 400), response.text
+
+
+async def test_client_libraries_recognise_what_is_longer_than_the_context(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    """By its code, and by words that LangChain and LiteLLM look for."""
+    long = [7] * 300
+    response = await client.post(COMPLETIONS, json={"prompt": long, "max_tokens": 1})
+    assert "prompt is too long: 300 tokens > 255 maximum" in sentence(response)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    response = await client.post(COMPLETIONS, json={"prompt": long[:200], "max_tokens": 100})
+    assert "max_tokens can be at most 56" in sentence(response)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    message = {"role": "user", "content": "3" * 300}
+    response = await client.post(MESSAGES, json={"messages": [message], "max_tokens": 1})
+    error = response.json()["error"]
+    assert "prompt is too long: " in error["message"]
+    assert error["details"] == {"error_code": "context_length_exceeded"}
+
+
+async def test_a_message_as_openais_sdk_dumps_it_comes_back(client: httpx.AsyncClient):
+    dumped = {"role": "assistant", "content": "3", "function_call": None, "tool_calls": None}
+    messages = [*USER, dumped, *USER]
+    response = await client.post(CHAT, json={"messages": messages})
+    assert response.status_code == 200
+    assert WARNING_HEADER not in response.headers
+    dumped["function_call"] = {"name": "f", "arguments": "{}"}
+    response = await client.post(CHAT, json={"messages": messages})
+    assert "replaced by tool_calls" in sentence(response)

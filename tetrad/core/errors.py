@@ -47,12 +47,21 @@ class UnsupportedError(UserError):
 
 
 class RequestError(UserError):
-    """One request is refused at the door. `http_status` is 4xx; `param` names the field."""
+    """One request is refused at the door. `http_status` is 4xx; `param` names the field. `code`:
+    what clients know the reason by, where the status does not say it."""
 
-    def __init__(self, message: str, *, http_status: int = 400, param: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        http_status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.http_status = http_status
         self.param = param
+        self.code = code
 
 
 class CapacityError(TetradError):

@@ -11,6 +11,8 @@ from tetrad.core.errors import RequestError
 from tetrad.core.limits import Limits
 from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar, Request, SamplingParams
 
+TOO_LONG = "context_length_exceeded"
+"""By this, and by "prompt is too long: N tokens > M maximum", client libraries know it."""
 MAX_LOGPROBS = 100
 MAX_LOGIT_BIAS = 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -120,9 +122,10 @@ def _check_length(request: Request, limits: Limits) -> None:
     ):
         if num_prompt >= num_tokens:
             raise RequestError(
-                f"The prompt has {num_prompt} tokens but {holder} holds {num_tokens}{cure}; a "
-                f"prompt of at most {num_tokens - 1} tokens leaves room for an answer.",
+                f"The prompt is too long: {num_prompt} tokens > {num_tokens - 1} maximum; {holder} "
+                f"holds {num_tokens}{cure}, with at least one of the answer.",
                 param="prompt",
+                code=TOO_LONG,
             )
         if num_prompt + num_new > num_tokens:
             raise RequestError(
@@ -130,4 +133,5 @@ def _check_length(request: Request, limits: Limits) -> None:
                 f"{num_prompt + num_new} together, but {holder} holds {num_tokens}{cure}; "
                 f"max_tokens can be at most {num_tokens - num_prompt}.",
                 param="max_tokens",
+                code=TOO_LONG,
             )

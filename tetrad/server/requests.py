@@ -21,9 +21,11 @@ from tetrad.core.errors import RequestError
 from tetrad.server.door.arrival import Arrival, begin
 from tetrad.server.service import Service
 from tetrad.server.stream.push import BODY
-from tetrad.server.wire.failures import response_of
+from tetrad.server.wire.failures import is_anthropic, path_of, response_of
 
 REQUEST_ID = "X-Request-Id"
+ANTHROPIC_REQUEST_ID = "request-id"
+"""As Anthropic's clients read it."""
 BEGAN_AT = "tetrad.began_at"
 """Where in the state of its scope stands when a request came that was handed over, or waited for
 its body."""
@@ -58,7 +60,10 @@ class RequestDoor:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(raw=message["headers"])[REQUEST_ID] = now.request_id
+                sent = MutableHeaders(raw=message["headers"])
+                sent[REQUEST_ID] = now.request_id
+                if is_anthropic(path_of(scope)):
+                    sent[ANTHROPIC_REQUEST_ID] = now.request_id
             await send(message)
 
         try:

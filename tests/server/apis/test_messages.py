@@ -282,6 +282,28 @@ async def test_mistakes_are_sentences_in_anthropics_shape(
     assert engine.seen == []
 
 
+async def test_a_stored_thread_is_refused_as_anthropics_sdk_understands_it(
+    client: httpx.AsyncClient, engine: FakeEngine
+):
+    """It then sends the whole conversation; `tool_runner` begins with a thread."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        response = await client.post(ROUTE, json=body(thread=thread))
+        assert "send all its messages" in check_error(response, 400, "invalid_request_error")
+        details = response.json()["error"]["details"]
+        assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert engine.seen == []
+    assert (await client.post(ROUTE, json=body(thread=None))).status_code == 200
+
+
+async def test_the_request_id_has_anthropics_name_too(client: httpx.AsyncClient):
+    for answer in (
+        await client.post(ROUTE, json=body()),
+        await client.post(ROUTE, json=body(n=2)),
+    ):
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert "request-id" not in (await client.get("/v1/models")).headers
+
+
 def check_error(response: httpx.Response, status: int, kind: str) -> str:
     assert response.status_code == status, response.text
     value = response.json()

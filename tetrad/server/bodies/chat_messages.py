@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from tetrad.server.bodies.foreign import Refused
 from tetrad.server.bodies.read import Accepted, Body, OpenBody
 
 
@@ -61,6 +62,7 @@ class Message(Body):
     refusal: Accepted = None
     annotations: Accepted = None
     audio: Accepted = None
+    function_call: Annotated[Any, Refused("was replaced by tool_calls")] = None
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who says it; `developer` is read as `system`."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None

@@ -32,6 +32,8 @@ _KINDS = {
 }
 
 
+NO_THREADS = "thread_unsupported_request"
+"""By this Anthropic's SDK knows that it must send the whole conversation."""
 ANTHROPIC_ROUTES = "/v1/messages"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -56,19 +58,33 @@ def http_status(error: TetradError) -> int:
     return 503 if isinstance(error, CapacityError | EngineDiedError) else 500
 
 
-def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+def error_body(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """{"error": {...}} as OpenAI's clients read it. What a client sent may be in the message, but
     not whatever its length."""
     default = ("invalid_request_error", None) if status < 500 else ("server_error", None)
-    kind, code = _KINDS.get(status, default)
-    field = None if param is None else _shortened(param)
-    return {"error": {"message": _shortened(message), "type": kind, "param": field, "code": code}}
+    kind, usual = _KINDS.get(status, default)
+    field, text = None if param is None else _shortened(param), _shortened(message)
+    return {"error": {"message": text, "type": kind, "param": field, "code": code or usual}}
 
 
-def anthropic_body(message: str, status: int) -> dict[str, Any]:
+def anthropic_body(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """{"type": "error", ...} as Anthropic's clients read it."""
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": _shortened(message)}}
+    error: dict[str, Any] = {"type": kind, "message": _shortened(message)}
+    if code is not None:
+        error["details"] = {"error_code": code}
+    if code == NO_THREADS:
+        error["details"]["unsupported"] = [param]
+    return {"type": "error", "error": error}
+
+
+def is_anthropic(path: str) -> bool:
+    """Does it belong to Anthropic's API?"""
+    return path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
 
 
 def _shortened(text: str) -> str:
@@ -77,8 +93,12 @@ def _shortened(text: str) -> str:
 
 def body_of(error: TetradError) -> dict[str, Any]:
     """The body of an error of ours."""
-    param = error.param if isinstance(error, RequestError) else None
-    return error_body(str(error), http_status(error), param)
+    return error_body(str(error), http_status(error), *reason_of(error))
+
+
+def reason_of(error: TetradError) -> tuple[str | None, str | None]:
+    """The field that is to blame, and what clients know the reason by."""
+    return (error.param, error.code) if isinstance(error, RequestError) else (None, None)
 
 
 def error_response(
@@ -88,12 +108,12 @@ def error_response(
     headers: dict[str, str] | None = None,
     *,
     path: str = "",
+    code: str | None = None,
 ) -> Response:
     """An error as a whole response, in the shape of the API that `path` belongs to."""
-    is_anthropic = path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
-    value = anthropic_body(message, status) if is_anthropic else error_body(message, status, param)
+    body = anthropic_body if is_anthropic(path) else error_body
     return Response(
-        json_bytes(value),
+        json_bytes(body(message, status, param, code)),
         status_code=status,
         headers=headers,
         media_type="application/json",
@@ -108,8 +128,8 @@ def response_of(error: TetradError, path: str = "") -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, DeadlineError | AbortedError):
         headers["X-Should-Retry"] = "false"  # clients would send it again by themselves
-    param = error.param if isinstance(error, RequestError) else None
-    return error_response(str(error), http_status(error), param, headers, path=path)
+    param, code = reason_of(error)
+    return error_response(str(error), http_status(error), param, headers, path=path, code=code)
 
 
 def path_of(scope: Scope) -> str:

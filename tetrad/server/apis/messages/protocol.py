@@ -141,6 +141,12 @@ class CountBody(Body):
     cache_control: Accepted = None
     betas: Accepted = None
     context_management: Accepted = None
+    compaction: Accepted = None
+    fallbacks: Accepted = None
+    fallback_credit_token: Accepted = None
+    billing_policy: Accepted = None
+    thread: Any = None
+    """Refused, so that Anthropic's SDK sends the whole conversation: none is stored here."""
     mcp_servers: Annotated[Any, Refused("this server calls no other; leave this field out")] = None
 
     @property

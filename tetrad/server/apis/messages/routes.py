@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tetrad.core.errors import AbortedError, TetradError
+from tetrad.core.errors import AbortedError, RequestError, TetradError
 from tetrad.server.apis.messages.protocol import CountBody, MessagesBody, chat_of
 from tetrad.server.apis.openai.conversation import chat_choices, chat_prompt, translated
 from tetrad.server.apis.openai.protocol import ChatBody
@@ -24,16 +24,20 @@ from tetrad.server.stream.choices import Choice, generate
 from tetrad.server.stream.push import Outlet, ShortWay, together
 from tetrad.server.stream.session import WHY_ABORTED, ChoiceFinish, Delta
 from tetrad.server.wire.encoding import TextEvent, event
-from tetrad.server.wire.failures import anthropic_body, http_status
+from tetrad.server.wire.failures import NO_THREADS, anthropic_body, http_status, reason_of
 
 ROUTE = "/v1/messages"
 COUNT_ROUTE = "/v1/messages/count_tokens"
 
 
 def _error(error: TetradError) -> bytes:
-    return event(anthropic_body(str(error), http_status(error)), "error")
+    return event(anthropic_body(str(error), http_status(error), *reason_of(error)), "error")
 
 
+NO_THREAD = (
+    "thread: no conversation is stored here, so one cannot be continued; send all its messages and "
+    "leave this field out."
+)
 ANTHROPIC = Wire(b"", _error)
 
 
@@ -56,6 +60,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 async def _chat(body: CountBody) -> ChatBody:
+    if body.thread is not None:
+        raise RequestError(NO_THREAD, param="thread", code=NO_THREADS)
     return await translated(body.num_parts, lambda: chat_of(body))
 
 
