@@ -327,7 +327,7 @@ def test_the_sampler_is_told_what_it_needs_and_no_more():
             "prompt",
             "prompt is too long: 512 tokens > 511 maximum",
         ),
-        (make_request("r", 500, new=13), "max_tokens", "513 together, but the context holds 512"),
+        (make_request("r", 500, new=13), "max_tokens", "513, but the context holds 512"),
         (make_request("r", [VOCAB]), "prompt", f"token id {VOCAB}; the model's ids go from 0 to"),
         (make_request("r", [1, -1]), "prompt", "token id -1; the model's ids go from 0 to"),
         (make_request("r", []), "prompt", "empty"),
@@ -357,7 +357,7 @@ def test_what_can_never_be_served_is_refused(request_: Request, param: str, sent
 
 def test_what_the_whole_cache_cannot_hold_is_refused_with_both_numbers():
     engine = Engine(make_scheduler(make_limits(4)), FakeRunner(4))
-    with pytest.raises(RequestError, match=r"250 tokens and .* 257 together, but the whole cache"):
+    with pytest.raises(RequestError, match=r"250 tokens and .* 257, but the whole cache"):
         engine.add(make_request("a", 250, new=7))
     engine.add(make_request("b", 250, new=6))
 

@@ -539,9 +539,10 @@ async def test_client_libraries_recognise_what_is_longer_than_the_context(
     long = [7] * 300
     response = await client.post(COMPLETIONS, json={"prompt": long, "max_tokens": 1})
     assert "prompt is too long: 300 tokens > 255 maximum" in sentence(response)
+    assert "exceeds the available context size" in sentence(response)
     assert response.json()["error"]["code"] == "context_length_exceeded"
     response = await client.post(COMPLETIONS, json={"prompt": long[:200], "max_tokens": 100})
-    assert "max_tokens can be at most 56" in sentence(response)
+    assert "exceeds the available context size: 300, but the context" in sentence(response)
     assert response.json()["error"]["code"] == "context_length_exceeded"
     message = {"role": "user", "content": "3" * 300}
     response = await client.post(MESSAGES, json={"messages": [message], "max_tokens": 1})

@@ -12,7 +12,8 @@ from tetrad.core.limits import Limits
 from tetrad.core.request import MAX_GRAMMAR_BYTES, Grammar, Request, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
-"""By this, and by "prompt is too long: N tokens > M maximum", client libraries know it."""
+TOO_MUCH = "exceeds the available context size"
+"""By one of these, or by "prompt is too long: N tokens > M maximum", client libraries know it."""
 MAX_LOGPROBS = 100
 MAX_LOGIT_BIAS = 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -122,16 +123,16 @@ def _check_length(request: Request, limits: Limits) -> None:
     ):
         if num_prompt >= num_tokens:
             raise RequestError(
-                f"The prompt is too long: {num_prompt} tokens > {num_tokens - 1} maximum; {holder} "
-                f"holds {num_tokens}{cure}, with at least one of the answer.",
+                f"The prompt is too long: {num_prompt} tokens > {num_tokens - 1} maximum; with one "
+                f"of an answer it {TOO_MUCH}: {holder} holds {num_tokens}{cure}.",
                 param="prompt",
                 code=TOO_LONG,
             )
         if num_prompt + num_new > num_tokens:
             raise RequestError(
                 f"The prompt has {num_prompt} tokens and max_tokens asks for {num_new} more, "
-                f"{num_prompt + num_new} together, but {holder} holds {num_tokens}{cure}; "
-                f"max_tokens can be at most {num_tokens - num_prompt}.",
+                f"which together {TOO_MUCH}: {num_prompt + num_new}, but {holder} holds "
+                f"{num_tokens}{cure}; max_tokens can be at most {num_tokens - num_prompt}.",
                 param="max_tokens",
                 code=TOO_LONG,
             )
