@@ -15,9 +15,9 @@ SMALLEST_EDGE = 16
 MOST_SPLITS = 32
 START_TILES = 1.5
 """What a program does before and after its loop, in tiles of keys."""
-COMBINE_TILES = 1.5
+COMBINE_TILES = 1.4
 """What the second kernel takes at least, in tiles of keys."""
-PART_TILES = 0.012
+PART_TILES = 0.016
 """What writing and reading one part takes."""
 
 
