@@ -68,7 +68,8 @@ def test_names_are_extended_not_repeated():
 def kept(cache: PrefixCache, *pages: int) -> list[int]:
     """Compute and keep a sequence, then end it. Returns its pages, idle now."""
     held = cache.allocate(len(pages))
-    cache.keep(names_of(*pages), held, range(len(held)))
+    for name, page in zip(names_of(*pages), held, strict=True):
+        cache.keep(name, page)
     cache.release([held])
     cache.check([])
     return held
@@ -120,7 +121,7 @@ def test_a_second_page_of_the_same_name_is_freed_with_its_sequence():
     cache = PrefixCache(PagePool(2))
     held = cache.allocate(2)
     for page in held:
-        cache.keep(names_of(1), [page], range(1))
+        cache.keep(names_of(1)[0], page)
     cache.release([held])
     assert (cache.num_idle, cache.pool.num_free) == (1, 1)
     cache.check([])

@@ -69,7 +69,7 @@ def test_rules_do_what_a_plain_loop_does(works: list[SampleWork], seed: int):
     expected = [
         reference_rules(row, work) for row, work in zip(logits.tolist(), works, strict=True)
     ]
-    apply_rules(logits, works)
+    apply_rules(logits, 0, works)
     torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_presence_and_frequency_look_at_the_output_only():
     work = make_work(
         history=(1, 1, 2, 2, 3), num_prompt=2, presence_penalty=1.0, frequency_penalty=0.5
     )
-    apply_rules(logits, [work])
+    apply_rules(logits, 0, [work])
     assert logits[0, :4].tolist() == [0.0, 0.0, -2.0, -1.5]
 
 

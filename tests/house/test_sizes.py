@@ -11,7 +11,7 @@ FUNCTION_P90_LINES = 35
 FUNCTION_MEDIAN_LINES = 10
 FILE_CAP_LINES = 400
 TEST_FILE_CAP_LINES = 600
-PACKAGE_BUDGET_LINES = 39_800
+PACKAGE_BUDGET_LINES = 39_850
 """Lines of code, without blank lines, comments and docstrings. Changed only by an edit with a
 reason: 15,000 at first; 17,000 for backends of `linear`, Blackwell's kernels and timing of a whole
 block of experts; 18,500 for several sizes of tile, packing in one launch and FP8 experts;

@@ -66,6 +66,11 @@ def sentence(response: httpx.Response, status: int = 400) -> str:
             "messages[0].tool_calls[0].function",
             "the text of a JSON object",
         ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice",
+            "of type 'allowed_tools' is not supported; \"auto\"",
+        ),
         ({"temperature": "0.5"}, "temperature", "valid number"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"top_p": 0}, "top_p", "greater than 0"),
@@ -331,14 +336,22 @@ async def test_who_asks_for_the_head_alone_changes_nothing(client: httpx.AsyncCl
         ("/rerank", "no embeddings"),
         ("/v1/rerank", "no embeddings"),
         ("/v1/audio/speech", "reads and writes text"),
+        ("/v1/audio/voices/x", "reads and writes text"),
         ("/v1/batches", "keeps no files"),
+        ("/v1/files/file-1/content", "keeps no files"),
+        ("/v1/threads/t/runs", "keeps no files"),
     ],
 )
 async def test_routes_of_other_servers_say_why_they_are_not_here(
     client: httpx.AsyncClient, path: str, reason: str
 ):
-    assert reason in sentence(await client.post(path, json={}), 400)
-    assert reason in sentence(await client.get(path), 404)
+    for method in ("POST", "GET", "DELETE"):
+        assert reason in sentence(await client.request(method, path), 400)
+
+
+async def test_what_only_openai_does_with_responses_is_no_response(client: httpx.AsyncClient):
+    assert "is compacted" in sentence(await client.post(f"{RESPONSES}/compact", json={}))
+    assert "/tokenize" in sentence(await client.post(f"{RESPONSES}/input_tokens", json={}))
 
 
 @pytest.mark.parametrize("name", ["self", "args", "context", "range", "strftime_now", "", "a b"])
@@ -553,10 +566,9 @@ async def test_client_libraries_recognise_what_is_longer_than_the_context(
 
 async def test_a_message_as_openais_sdk_dumps_it_comes_back(client: httpx.AsyncClient):
     dumped = {"role": "assistant", "content": "3", "function_call": None, "tool_calls": None}
-    messages = [*USER, dumped, *USER]
-    response = await client.post(CHAT, json={"messages": messages})
+    response = await client.post(CHAT, json={"messages": [*USER, dumped, *USER]})
     assert response.status_code == 200
     assert WARNING_HEADER not in response.headers
-    dumped["function_call"] = {"name": "f", "arguments": "{}"}
-    response = await client.post(CHAT, json={"messages": messages})
+    called = dumped | {"function_call": {"name": "f", "arguments": "{}"}}
+    response = await client.post(CHAT, json={"messages": [*USER, called, *USER]})
     assert "replaced by tool_calls" in sentence(response)

@@ -152,7 +152,7 @@ class Engine:
             return
         if self.grammars is None:
             raise RequestError(NO_GRAMMARS, param="response_format")
-        self.scheduler.check_name(request)
+        self.scheduler.check_name(request.own_rid)
         self.grammars.begin(request)
 
     def admit_ready(self) -> list[tuple[str, RequestError | CapacityError]]:

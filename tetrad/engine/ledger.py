@@ -96,21 +96,21 @@ class Ledger:
         """Pages that running sequences hold."""
         return self.limits.num_pages - self.cache.num_available
 
-    def check_name(self, request: Request) -> None:
+    def check_name(self, own_rid: str) -> None:
         """Raises RequestError if it is taken."""
-        if request.own_rid in self._own_rids:
-            raise RequestError(f"Request id {request.own_rid!r} is already running.", param="rid")
+        if own_rid in self._own_rids:
+            raise RequestError(f"Request id {own_rid!r} is already running.", param="rid")
 
     def add(self, request: Request) -> None:
         """Queue a request, which keeps within the limits. Raises RequestError if its name is
         taken."""
-        self.check_name(request)
-        sampling = request.sampling
+        own_rid, sampling = request.own_rid, request.sampling
+        self.check_name(own_rid)
         seed = self._draw_seed(self._num_arrivals) if sampling.seed is None else sampling.seed
         sequence = Sequence(request, seed, self._num_arrivals, end_ids(sampling, self.limits))
         self._num_arrivals += 1
         self._live[request.rid] = sequence
-        self._own_rids.add(request.own_rid)
+        self._own_rids.add(own_rid)
         self.waiting.add(sequence)
 
     def abort(self, rid: str) -> None:
@@ -241,11 +241,13 @@ class Ledger:
         is_first = known == stays.first_told
         is_new = is_first | self.running.may_end(token_ids)
         is_new |= known >= stays.most_tokens
-        for index in (is_new & is_usual if unusual else is_new).nonzero()[0].tolist():
-            sequence = stays.sequences[index]
-            if is_first[index]:
-                self._keep_full_pages(sequence, int(starts[index]) + 1)
-            outputs.append(self._told(sequence, int(token_ids[index]), None))
+        new = (is_new & is_usual if unusual else is_new).nonzero()[0]
+        first = is_first.take(new).tolist()
+        told = zip(stays.sequences.take(new), token_ids.take(new).tolist(), first, strict=True)
+        for sequence, token_id, is_its_first in told:
+            if is_its_first:
+                self._keep_full_pages(sequence, sequence.num_known - 1)
+            outputs.append(self._told(sequence, token_id, None))
         is_plain = is_usual & ~is_new
         plain = ALL if is_plain.all() else is_plain.nonzero()[0]
         return StepGain(
@@ -297,8 +299,9 @@ class Ledger:
         num_full = num_kv_tokens // PAGE_TOKENS
         if num_full <= sequence.num_kept or not self.cache.is_enabled:
             return
-        names, places = sequence.names(num_full), range(sequence.num_kept, num_full)
-        self.cache.keep(names, sequence.pages, places)
+        names, pages = sequence.names(num_full), sequence.pages
+        for place in range(sequence.num_kept, num_full):
+            self.cache.keep(names[place], pages[place])
         sequence.num_kept = num_full
 
     def _fail(self, sequence: Sequence, pages: tuple[int, ...]) -> RequestOutput:

@@ -86,19 +86,12 @@ class PrefixCache:
             self._drop(page)
         return self.pool.allocate(count)
 
-    def keep(self, names: Sequence[bytes], pages: Sequence[int], places: Iterable[int]) -> None:
-        """Remember full, computed pages that a sequence holds: those of its `pages` in these
-        places. A name that is known stays with the page it has: the newcomer's page is freed with
-        its sequence."""
-        if not self.is_enabled:
-            return
-        page_of, name_of, kept = self._page_of, self._name_of, []
-        for place in places:
-            if (name := names[place]) not in page_of:
-                page = page_of[name] = pages[place]
-                name_of[page] = name
-                kept.append(page)
-        self.pool.retain(kept)
+    def keep(self, name: bytes, page: int) -> None:
+        """Remember a full, computed page that a sequence holds. A name that is known stays with the
+        page it has: the newcomer's page is freed with its sequence."""
+        if self.is_enabled and name not in self._page_of:
+            self._page_of[name], self._name_of[page] = page, name
+            self.pool.retain((page,))
 
     def release(self, held: Iterable[Sequence[int]]) -> None:
         """Give back all pages of some sequences; those the cache keeps become idle."""

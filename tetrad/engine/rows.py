@@ -55,8 +55,9 @@ class Rows:
         self.num_prompt, self.most_tokens, _, _, self.serial, _, _ = self._lasting
         self.num_pages: Ints = np.zeros(num_rows, np.int64)
         self._num_pages = self.num_pages.data
-        self.sampled_row: Ints = np.zeros(num_rows, np.int64)
-        """Row of the last step's result."""
+        self.pending: Ints = np.zeros(num_rows, np.int64)
+        """What stands for the token of the last step that it sampled in: -1 - r, r its row."""
+        self._first_pending = -1 - np.arange(num_rows)
         self.seeds = np.zeros(num_rows, np.uint64)
         self.rules = np.zeros((3, num_rows), np.float32)
         self._seeds, self._rules = self.seeds.data, self.rules.reshape(-1).data.cast("B").cast("f")
@@ -174,13 +175,19 @@ class Rows:
             *self._lasting.take(rows, axis=1),
         )
 
+    def sampled(self, rows: Ints, others: list[int]) -> None:
+        """A step samples for those in `rows`, and then for `others`."""
+        self.pending[rows] = self._first_pending[: len(rows)]
+        for place, row in enumerate(others, len(rows)):
+            self.pending[row] = -1 - place
+
     def plan_decodes(self, stays: Stays) -> Decodes:
         """One more token for each of them [D], which are one token behind. From here on it counts
         as computed, and what it samples as pending."""
         rows = stays.rows
         total = self.total.take(rows)
         is_known = total == self.known.take(rows)
-        token_ids = -1 - self.sampled_row.take(rows)
+        token_ids = self.pending.take(rows)
         if is_known.any():
             places = (total[is_known] - 1) & IN_PAGE
             token_ids[is_known] = self.recent[rows[is_known], places]

@@ -44,7 +44,8 @@ class Running:
     @property
     def order(self) -> Ints:
         """Row of each, in order."""
-        return np.array(self._order)
+        # a view would keep it from growing
+        return np.frombuffer(self._order.tobytes(), np.int64)
 
     @property
     def awaits_tokens(self) -> bool:

@@ -75,7 +75,7 @@ class Sampler:
         if counts:
             rows = to_device(torch.tensor(list(counts)), logits.device)
             log_probs = logits[rows].log_softmax(dim=1)
-        has_changed = apply_rules(logits[first:], works)
+        has_changed = apply_rules(logits, first, works)
         if masks is not None and (allowed := masks()) is not None:
             allow_only(logits, allowed.sampled_rows, mask_bits(allowed, logits.shape[1]))
             has_changed = True
@@ -108,12 +108,12 @@ class Sampler:
         return self._sample_op(logits, temperature, top_k, top_p, min_p, draw)
 
 
-def apply_rules(logits: Tensor, works: Sequence[SampleWork]) -> bool:
-    """Change `logits` [R, V] in place as each request asks; who asks nothing costs nothing. False
-    if nobody asked for anything."""
+def apply_rules(logits: Tensor, first: int, works: Sequence[SampleWork]) -> bool:
+    """Change `logits` [R, V], from row `first` on, in place as each request asks; who asks nothing
+    costs nothing. False if nobody asked for anything."""
     if not any(w.banned_ids or w.history_ids or w.params.logit_bias for w in works):
         return False
-    device = logits.device
+    device, logits = logits.device, logits[first:]
     if cells := _cells(works, lambda work: work.params.logit_bias):
         where, bias = _on(device, cells)
         logits[where] += bias

@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tetrad.core.plan import NO_DECODES, Decodes, Ints, StepPlan, no_ints
 from tetrad.core.request import Finish, RequestOutput, TokenLogprob
 from tetrad.core.step import SampleWork, SequenceWork
@@ -43,7 +41,7 @@ class PlannedStep:
         end = min(start + budget, total)
         token_ids = sequence.token_ids[start:end]
         if len(token_ids) < end - start:
-            token_ids.append(-1 - int(table.sampled_row[sequence.row]))
+            token_ids.append(int(table.pending[sequence.row]))
         sample = sequence.expect() if end == total else None
         sequence.compute(end)
         work = SequenceWork(sequence.request.rid, token_ids, start, sequence.pages, sample)
@@ -52,11 +50,8 @@ class PlannedStep:
 
     def commit(self, table: Rows) -> StepPlan:
         """The plan. Its samples are those that tokens of the next step may be pending on."""
-        num_decodes = len(self.decodes)
-        table.sampled_row[self.stays.rows] = np.arange(num_decodes)
-        sampling = (sequence for sequence, work in self.works if work.sample)
-        for row, sequence in enumerate(sampling, num_decodes):
-            table.sampled_row[sequence.row] = row
+        others = [sequence.row for sequence, work in self.works if work.sample]
+        table.sampled(self.stays.rows, others)
         return StepPlan(tuple(work for _, work in self.works), self.decodes)
 
     def pairs(self) -> Iterator[tuple[Sequence, SequenceWork]]:

@@ -26,7 +26,7 @@ import tetrad
 from tetrad.core.errors import CapacityError, RequestError, TetradError
 from tetrad.core.jsonfile import read_json_object
 from tetrad.server.apis import about, admin, tokens
-from tetrad.server.apis.absent import ABSENT
+from tetrad.server.apis.absent import why_absent
 from tetrad.server.apis.messages import routes as messages
 from tetrad.server.apis.messages.protocol import CountBody, MessagesBody
 from tetrad.server.apis.native import generate as native
@@ -296,14 +296,14 @@ async def _of_http(request: Request, error: Exception) -> Response:
     missing = f"There is no {path[:200]!r} here" + (
         f"; perhaps {near[0]!r} is meant." if near else "; /openapi.json lists what there is."
     )
-    absent = ABSENT.get(path.removeprefix("/v1"))
+    if (absent := why_absent(path)) is not None:
+        # Gateways take a server that has answered a request with 404 for gone, for everybody.
+        return error_response(absent, 400, path=path)
     message = {
-        404: absent or missing,
+        404: missing,
         405: f"{request.method} is not possible on {path[:200]!r}, but {allowed}.",
     }.get(error.status_code, str(error.detail))
-    # Gateways take a server that has answered a request with 404 for gone, for everybody.
-    status = 400 if absent and request.method == "POST" else error.status_code
-    return error_response(message, status, headers=headers, path=path)
+    return error_response(message, error.status_code, headers=headers, path=path)
 
 
 def _allowed(request: Request) -> str:

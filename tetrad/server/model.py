@@ -95,6 +95,7 @@ class ServedModel:
             f"The model {name!r} is not served here; {self.name!r} is.{nearest(name, [self.name])}",
             http_status=404,
             param="model",
+            code="model_not_found",
         )
 
     def render(

@@ -52,9 +52,8 @@ class Gate:
     def _check(self, limit: _Limit, key_name: str) -> None:
         if limit.queued <= limit.most:
             return
-        sentence = (
-            f"{limit.queued} {limit.unit} would wait and --max-queued-{limit.unit} is {limit.most}"
-        )
+        unit = limit.unit if limit.queued != 1 else limit.unit.removesuffix("s")
+        sentence = f"{limit.queued} {unit} would wait and --max-queued-{limit.unit} is {limit.most}"
         if self._num_keys < 2:
             raise CapacityError(f"{sentence}; try again later.")
         share = max(1, limit.most // self._num_keys)

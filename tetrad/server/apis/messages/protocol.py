@@ -85,11 +85,14 @@ class AnthropicTool(OpenBody):
 
     @model_validator(mode="after")
     def _is_the_clients(self) -> AnthropicTool:
-        if self.type not in (None, "custom") or self.input_schema is None:
+        if self.type not in (None, "custom"):
             raise ValueError(
-                f'a tool of type "{self.type or "custom"}" is known by its input_schema alone; '
-                "give it one, and no type"
+                f"a tool of type {self.type!r} is Anthropic's own: nothing here runs it, and this "
+                "model was not taught its arguments; a tool with name, description and "
+                "input_schema works"
             )
+        if self.input_schema is None:
+            raise ValueError("a tool needs an input_schema, the JSON schema of its arguments")
         return self
 
 
@@ -147,7 +150,7 @@ class CountBody(Body):
     billing_policy: Accepted = None
     thread: Any = None
     """Refused, so that Anthropic's SDK sends the whole conversation: none is stored here."""
-    mcp_servers: Annotated[Any, Refused("this server calls no other; leave this field out")] = None
+    mcp_servers: Annotated[Any, Refused("no MCP server is called; leave this field out")] = None
 
     @property
     def num_parts(self) -> int:

@@ -165,6 +165,11 @@ class ChatBody(OpenAIBody, ForeignChat):
             return value
         names = [tool.function.name for tool in info.data.get("tools") or ()]
         if isinstance(value, dict):
+            if (kind := value.get("type", "function")) != "function":
+                raise ValueError(
+                    f'of type {kind!r} is not supported; "auto", "required" or the function to '
+                    "call is, and tools may list fewer"
+                )
             if (name := _named_tool(value)) not in names:
                 raise ValueError(f"names {name!r}, which is none of tools")
         elif value != "required":
