@@ -123,8 +123,9 @@ def test_compiles(
     keys: KeyFormat, topk: int, splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """wgmma on shared memory alone, not one by one; no spill, but of a few registers beside codes
-    with a newer compiler; no atomic; all fits."""
-    attend = compiled(glm_inputs(topk, keys=keys), splits, tmp_path, monkeypatch)[0]
+    with a newer compiler; no atomic; all fits. Parts are added up within threads."""
+    attend, *adding = compiled(glm_inputs(topk, keys=keys), splits, tmp_path, monkeypatch)
+    assert [kernel.shared_bytes for kernel in adding] == [0] * (splits > 1)
     products = re.findall(r"wgmma\.mma_async\.\S*?(m64n\d+)k16\S+\s+\{[^}]*\},\s*(\S)", attend.ptx)
     scores, values = (512 + 64) // 16, 64 // 16
     assert Counter(products) == {("m64n64", "%"): scores, ("m64n128", "%"): 4 * values}
