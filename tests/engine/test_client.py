@@ -176,10 +176,12 @@ async def test_who_begins_while_the_engine_is_stopped_is_told():
 async def test_flush(client: EngineClient):
     await collect(client, make_request("a", 200))
     assert (await client.state())["cached_pages"] == 3
-    stream = client.generate(make_request("b", 5, 500))
-    await anext(stream)
+    await client.ask("pause", mode="in_place")  # else it may have ended
+    leave = client.begin(make_request("b", 5, 500), Outputs("b"))
+    await asyncio.sleep(0)
     assert await client.flush_cache() == (False, "The cache is in use: requests run or wait.")
-    await stream.aclose()
+    leave()
+    await asyncio.sleep(0)
     assert await client.flush_cache() == (True, "Cache flushed.")
     assert (await client.state())["cached_pages"] == 0
 

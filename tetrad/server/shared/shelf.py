@@ -121,12 +121,14 @@ class Shelf:
             wanted = bytes.fromhex(name)
         except ValueError:
             return None
+        if len(wanted) != NAME_BYTES or wanted == _NO_NAME:
+            return None  # an empty one Python 3.11.2 would find for ever
         newest, oldest = self._trim()
         at = _HEADER.size - 1
         while (at := self._memory.find(wanted, at + 1, self._first_slot)) >= 0:
             place, rest = divmod(at - _HEADER.size, NAME_BYTES)
             number = oldest + (place - oldest) % self.num_slots
-            if rest == 0 and number < newest and len(wanted) == NAME_BYTES and wanted != _NO_NAME:
+            if rest == 0 and number < newest:
                 return number
         return None
 
